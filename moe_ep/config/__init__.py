@@ -1,0 +1,26 @@
+"""Configuration: frozen models, and the loader that builds them from a YAML file."""
+
+from moe_ep.config.problems import ConfigProblems, Problem
+from moe_ep.config.schema import (
+    Config,
+    EPConfig,
+    FP8Config,
+    ModelConfig,
+    MoEConfig,
+    RouterConfig,
+    Section,
+    TrainConfig,
+)
+
+__all__ = [
+    "Config",
+    "ConfigProblems",
+    "EPConfig",
+    "FP8Config",
+    "ModelConfig",
+    "MoEConfig",
+    "Problem",
+    "RouterConfig",
+    "Section",
+    "TrainConfig",
+]
