@@ -1,0 +1,110 @@
+"""`moe_ep.dispatch`: tokens travel to the ranks of their experts. Its backward is a combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ep.autograd import ops
+from moe_ep.autograd.once import once_differentiable
+from moe_ep.backends.base import Backend, DispatchPlan
+from moe_ep.buffer import Buffer
+from moe_ep.checks import as_weights, dispatch_request
+from moe_ep.handle import DispatchOutput
+
+
+class Dispatch(torch.autograd.Function):
+    """Moves the rows of a plan; the weights travelled with the plan and are only tied to the graph here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor | None, anchor: Tensor | None, backend: Backend, plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.backend, ctx.handle = backend, plan.handle
+        rows = backend.dispatch(plan.handle, x)
+        frozen = [] if plan.handle.x_needs_grad else [rows]
+        if plan.row_weights is not None and not plan.handle.weights_need_grad:
+            frozen.append(plan.row_weights)
+        ctx.mark_non_differentiable(*frozen)
+        return rows, plan.row_weights
+
+    @staticmethod
+    @once_differentiable("dispatch")
+    def backward(
+        ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_x, grad_weights = ctx.backend.dispatch_backward(ctx.handle, grad_rows, grad_row_weights)
+        return (
+            grad_x if ctx.needs_input_grad[0] else None,  # x
+            grad_weights if ctx.needs_input_grad[1] else None,  # weights
+            None,  # anchor: only there to put every rank into the graph
+            None,  # backend
+            None,  # plan
+        )
+
+
+def dispatch(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    num_experts: int,
+    layout: str = "expert_major",
+    alignment: int = 1,
+    max_rows: int | None = None,
+) -> DispatchOutput:
+    """Sends every token to the ranks of its experts. Collective over the buffer's group, differentiable.
+
+    Letters: T tokens of this rank (any number, also 0, also different on every rank), H hidden, K slots a token
+    (1..64), E experts, L of them on this rank, R rows received.
+
+    Args:
+        buffer: the exchange; every rank calls the same operations on it in the same order.
+        x: [T, H] float64, float32, bfloat16 or float16, any strides. Gradients flow back to it: each token's is the
+            sum over the rows that were made from it, added in float32 (float64 for float64) in the written order.
+        topk_idx: [T, K] int64 or int32, global expert ids, -1 for an unused slot. A token whose slots are all -1 is
+            sent nowhere. Two slots may name the same expert.
+        topk_weights: [T, K] float32 (float64 beside float64 rows; float16 and bfloat16 are cast), or None. They travel
+            and come out beside the rows; they are not multiplied in here. Gradients flow back to them.
+        num_experts: E, the same on every rank.
+        layout: "expert_major": one row per (token, slot), grouped by local expert; "compact": one row per (token,
+            rank).
+        alignment: rows of each expert are padded with zeros to a multiple of this (expert_major); in compact only the
+            reported counts are rounded up.
+        max_rows: a fixed number of rows to hand out, without a host wait; the rest is padding and the two lists of the
+            result are None. A call that receives more gives NaN rows, and `buffer.check()` or the next call raises.
+
+    Returns:
+        DispatchOutput: rows, their local ids and weights, counts, and the handle for `moe_ep.combine`.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or id that cannot be served. Raised on every rank, naming the rank.
+        ConfigError: two ranks disagree on H, K, E, dtype, layout, alignment, placement or the order of operations.
+        EPTimeoutError: a rank did not come within the buffer's `timeout_secs`.
+    """
+    if torch.compiler.is_compiling():
+        return ops.compiled_dispatch(buffer, x, topk_idx, topk_weights, num_experts, layout, alignment, max_rows)
+    backend = buffer.backend
+    try:
+        buffer.check()
+        placement = buffer.placement(num_experts)
+        request = dispatch_request(x, topk_idx, topk_weights, placement, layout, alignment, max_rows)
+        weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
+    except (TypeError, ValueError, RuntimeError) as error:
+        backend.refuse("dispatch", error)
+    plan = backend.plan(request)
+    joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
+    rows, row_weights = Dispatch.apply(x, weights, buffer.anchor if joins_backward else None, backend, plan)
+    return DispatchOutput(
+        x=rows,
+        topk_idx=plan.row_idx,
+        topk_weights=row_weights,
+        tokens_per_expert=plan.tokens_per_expert,
+        real_tokens_per_expert=plan.real_tokens_per_expert,
+        expert_counts=plan.expert_counts,
+        expert_offsets=plan.expert_offsets,
+        handle=plan.handle,
+    )

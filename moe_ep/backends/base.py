@@ -1,0 +1,122 @@
+"""The contract between `Buffer` and the thing that moves rows.
+
+Letters: T tokens on this rank, H hidden, K slots a token, R rows handed out, S compact rows. Every method is
+collective over the EP group: all ranks call the same methods in the same order. Orders of rows and of sums are part
+of the contract (`moe_ep.handle`, `moe_ep.ordered_sum`), so all backends give the same bits in forward and in dx.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from torch import Tensor
+
+from moe_ep.handle import DispatchHandle, Layout
+from moe_ep.placement import ExpertPlacement
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchRequest:
+    """A checked call of dispatch.
+
+    Attributes:
+        x: [T, H] rows, contiguous, float64, float32, bfloat16 or float16.
+        topk_idx: [T, K] int64 or int32, any strides; ids not yet checked.
+        topk_weights: [T, K] float32 (or float64 beside float64 rows), or None.
+        placement: owner of every expert.
+        layout, alignment, max_rows: as `moe_ep.dispatch` takes them.
+        x_needs_grad, weights_need_grad: whether this rank will want that gradient.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    placement: ExpertPlacement
+    layout: Layout
+    alignment: int
+    max_rows: int | None
+    x_needs_grad: bool
+    weights_need_grad: bool
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan:
+    """What is known once counts, ids and weights have travelled; the rows have not yet.
+
+    Attributes:
+        handle: the routing.
+        row_idx: local ids of the rows: [R, K] if compact, [R] if expert_major.
+        row_weights: the weights beside them, or None.
+        tokens_per_expert, real_tokens_per_expert: L ints with and without padding; None with `max_rows`.
+        expert_counts: [L] int32, without padding.
+        expert_offsets: [L + 1] int32, with padding.
+    """
+
+    handle: DispatchHandle
+    row_idx: Tensor
+    row_weights: Tensor | None
+    tokens_per_expert: list[int] | None
+    real_tokens_per_expert: list[int] | None
+    expert_counts: Tensor
+    expert_offsets: Tensor
+
+
+class Backend(Protocol):
+    """Moves rows between the ranks of one EP group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    def plan(self, request: DispatchRequest) -> DispatchPlan:
+        """Opens a dispatch: exchanges headers, counts, ids and weights.
+
+        Raises:
+            ValueError: an id outside [-1, E), on every rank, naming rank, token, slot and id. With `max_rows` the
+                id counts as -1 and the fault is kept for `take_faults`.
+            ConfigError: two ranks differ in a setting.
+            EPTimeoutError: a rank did not come.
+        """
+
+    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H], padding zero."""
+
+    def dispatch_backward(
+        self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The adjoint of dispatch: ([R, H], weights) -> (dx [T, H] or None, dw [T, K] or None).
+
+        A gradient that no rank wants (`handle.x_needs_grad`, `handle.weights_need_grad`) does not travel.
+        """
+
+    def open_combine(
+        self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool, needs_grad: bool
+    ) -> bool:
+        """Opens a combine and returns whether any rank will want its gradient."""
+
+    def combine(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool) -> Tensor:
+        """Moves [R, H] home and adds up, times the [R] weights if given: the payload of a combine. Returns [T, H]."""
+
+    def combine_backward(
+        self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The adjoint of combine: dy [T, H] -> (grad_rows [R, H], grad_weights [R] or None).
+
+        `rows` is given where grad_weights is wanted.
+        """
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor in place over the EP group."""
+
+    def refuse(self, operation: str, error: Exception) -> NoReturn:
+        """Tells all ranks that this one refuses its input; every rank raises, this one `error` itself."""
+
+    def take_faults(self) -> list[str]:
+        """Faults of calls without a host wait (overflow of `max_rows`, bad ids), and forgets them."""
+
+    def reset(self) -> None:
+        """Makes the backend usable after an `EPTimeoutError`. Collective."""
+
+    def close(self) -> None:
+        """Releases what the backend holds, without communication."""

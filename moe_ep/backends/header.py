@@ -1,0 +1,112 @@
+"""The header that opens every exchange: who I am, what I am about to do, and whether I refuse.
+
+Every rank sends one to every rank, a rank that refuses its input too. So all ranks see all headers and come to the
+same verdict: all go on, or all raise the same sentence and none is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from moe_ep.errors import ConfigError
+from moe_ep.handle import LAYOUTS
+
+PROTOCOL = 0x6D6F6501  # "moe", version 1
+OPERATIONS = ("dispatch", "dispatch backward", "combine", "combine backward", "all_reduce")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Status of a rank: fine, or the class of the error that it raises.
+ERRORS: tuple[type[Exception] | None, ...] = (None, ValueError, TypeError, ConfigError, RuntimeError)
+OK = 0
+
+
+def status_of(error: Exception) -> int:
+    """The number under which `error` travels: of its own class if listed, of a base class otherwise."""
+    if type(error) in ERRORS:
+        return ERRORS.index(type(error))
+    return next(i for i, kind in enumerate(ERRORS) if kind is not None and isinstance(error, (kind, Exception)))
+
+
+@dataclass(frozen=True)
+class Header:
+    """One rank's announcement; every field is an int so that it travels as one int64 row.
+
+    `num_rows` (compact rows that follow for the receiver) is the one field that differs from peer to peer.
+    The fields after it need not be alike on the ranks; those before it must.
+    """
+
+    protocol: int = PROTOCOL
+    generation: int = 0
+    operation: int = 0
+    handle: int = -1
+    hidden: int = 0
+    num_topk: int = 0
+    num_experts: int = 0
+    dtype: int = -1
+    weights_dtype: int = -1
+    layout: int = -1
+    alignment: int = 0
+    exact: int = 0
+    placement: int = 0
+    num_rows: int = 0
+    status: int = OK
+    x_needs_grad: int = 0
+    weights_need_grad: int = 0
+
+    def for_peers(self, num_rows: Sequence[int]) -> Tensor:
+        """[W, fields] int64, one row a peer, each with its own `num_rows`."""
+        table = torch.tensor([list(asdict(self).values())] * len(num_rows), dtype=torch.int64)
+        table[:, _NAMES.index("num_rows")] = torch.tensor(list(num_rows), dtype=torch.int64)
+        return table
+
+    @staticmethod
+    def read(table: Tensor) -> list[Header]:
+        """The headers of all ranks, in rank order."""
+        return [Header(*(int(n) for n in row)) for row in table.tolist()]
+
+
+_NAMES = tuple(field.name for field in fields(Header))
+_MUST_MATCH = _NAMES[: _NAMES.index("num_rows")]
+_MEANING = {
+    "protocol": "the protocol version",
+    "generation": "the generation (how often reset() ran)",
+    "operation": "the operation",
+    "handle": "the dispatch that is combined",
+    "hidden": "the hidden size H",
+    "num_topk": "the slots a token K",
+    "num_experts": "num_experts",
+    "dtype": "the dtype of the rows",
+    "weights_dtype": "the dtype of topk_weights",
+    "layout": "the layout",
+    "alignment": "the alignment",
+    "exact": "exact",
+    "placement": "expert_placement",
+}
+
+
+def _spell(name: str, value: int) -> str:
+    if name == "operation":
+        return OPERATIONS[value] if 0 <= value < len(OPERATIONS) else f"number {value}"
+    if name in ("dtype", "weights_dtype"):
+        return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "none"
+    if name == "layout":
+        return LAYOUTS[value] if 0 <= value < len(LAYOUTS) else "none"
+    return str(value)
+
+
+def disagreement(headers: Sequence[Header]) -> str | None:
+    """A sentence that names the first setting on which two ranks differ, with both values; None if all agree."""
+    for name in _MUST_MATCH:
+        values = [getattr(header, name) for header in headers]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            return (
+                f"the ranks of the EP group disagree on {_MEANING[name]}: rank 0 has {_spell(name, values[0])}, "
+                f"rank {other} has {_spell(name, values[other])}. Give every rank the same value and call the "
+                "operations in the same order on every rank."
+            )
+    return None

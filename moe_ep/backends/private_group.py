@@ -1,0 +1,182 @@
+"""The library's own collectives on an EP group, with a limit on every wait.
+
+A `torch.distributed` group is dead after one timeout, so the library never risks the caller's: it opens a private
+one over the same ranks and can open the next after a failure. The private group is built straight on the store, not
+with `new_group`: that derives the name of a group from its ranks and the groups now alive, so two ranks that close
+their buffers at different moments would wait for each other under different names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from moe_ep.errors import EPTimeoutError
+
+_TEXT_BYTES = 2048  # of an error sentence that travels to the other ranks
+_BLAME_SECS = 2.0  # how long a rank that timed out waits to hear which others did
+
+
+class PrivateGroup:
+    """All-to-all, all-reduce and text exchange over the ranks of one process group.
+
+    Args:
+        group: the caller's group, of at least two ranks.
+        timeout_secs: limit of every wait. Past it, or when a connection breaks, `EPTimeoutError` is raised, and
+            every later call raises it at once until `reopen`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_secs: float) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank(group)
+        self.generation = 0
+        self.timeout_secs = timeout_secs
+        self.uses_cuda = "nccl" in str(dist.get_backend_config(group))
+        self._dead: str | None = None
+        self._num_calls = 0
+        store = c10d._get_default_store()
+        name = "moe_ep/" + "-".join(str(rank) for rank in self.ranks)
+        # Buffers over the same ranks are made in the same order everywhere, so a count kept per rank names them.
+        self._ordinal = store.add(f"{name}/made-by-{self.rank}", 1)
+        self._store = c10d.PrefixStore(f"{name}/{self._ordinal}", store)
+        self._group = self._open()
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def _open(self) -> Any:  # ProcessGroupGloo or ProcessGroupNCCL; torch ships no stubs for their methods
+        store = c10d.PrefixStore(f"generation-{self.generation}", self._store)
+        timeout = timedelta(seconds=self.timeout_secs)
+        try:
+            if self.uses_cuda:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        except (RuntimeError, ValueError) as error:
+            self._dead = (
+                f"opening the EP group of ranks {list(self.ranks)} did not end within {self.timeout_secs:g} s; every "
+                f"rank must construct its Buffer, and call reset(), together. ({_first_line(error)})"
+            )
+            raise EPTimeoutError(self._dead) from error
+
+    def reopen(self) -> None:
+        """Meets the other ranks on a fresh group and raises the generation. Collective."""
+        self._dead = None
+        self.generation += 1
+        self._group = self._open()
+        self._run("reset", lambda: self._group.barrier(dist.BarrierOptions()))
+
+    def close(self) -> None:
+        """Lets the group go without talking to anyone."""
+        self._dead = "the buffer is closed"
+        del self._group
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def all_to_all(
+        self, send: Tensor, what: str, send_counts: Sequence[int], recv_counts: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
+        """Sends `send_counts[r]` rows of `send` (ordered by rank) to each rank r; returns the rows received.
+
+        Any dtype travels: the rows go as bytes. `out` may give the memory of the result.
+        """
+        send = send.contiguous()
+        if out is None:
+            out = send.new_empty(sum(recv_counts), *send.shape[1:])
+        rows_out, rows_in = _as_bytes(out), _as_bytes(send)
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=self.timeout_secs)
+        self._run(
+            what,
+            lambda: self._group.alltoall_base(rows_out, rows_in, list(recv_counts), list(send_counts), options),
+        )
+        return out
+
+    def all_to_all_host(self, table: Tensor, what: str) -> Tensor:
+        """One row of a small CPU table to each rank; the host waits for the rows of the others."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.uses_cuda else torch.device("cpu")
+        one_each = [1] * self.size
+        return self.all_to_all(table.to(device), what, one_each, one_each).cpu()
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
+        """Sums in place over the ranks."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._run(what, lambda: self._group.allreduce([tensor], options))
+        return tensor
+
+    def exchange_text(self, text: str, what: str) -> list[str]:
+        """Every rank's text (cut at 2048 bytes), in rank order."""
+        raw = text.encode()[:_TEXT_BYTES]
+        row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        row[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else row[:0]
+        table = self.all_to_all_host(row.repeat(self.size, 1), what)
+        return [bytes(line.tolist()).rstrip(b"\0").decode(errors="ignore") for line in table]
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def _run(self, what: str, start: Callable[[], dist.Work]) -> None:
+        if self._dead is not None:
+            raise EPTimeoutError(f"{what} was not started: {self._dead}. Call Buffer.reset() on every rank first.")
+        self._num_calls += 1
+        began = time.monotonic()
+        try:
+            work = start()
+            if self.uses_cuda:
+                work.wait()  # orders the current stream; the host goes on
+            else:
+                work.wait(timedelta(seconds=self.timeout_secs))
+        except RuntimeError as error:
+            self._dead = self._sentence(what, time.monotonic() - began, error)
+            raise EPTimeoutError(self._dead) from error
+
+    def _sentence(self, what: str, waited_secs: float, error: RuntimeError) -> str:
+        missing = self._missing_ranks()
+        if missing:
+            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not take part"
+        else:
+            who = "which rank is missing could not be found out"
+        return (
+            f"{what} on rank {self.rank} of the EP group of ranks {list(self.ranks)} failed after {waited_secs:.1f} s "
+            f"(limit {self.timeout_secs:g} s): {who}. Look at the log of that rank; where all ranks live, "
+            f"Buffer.reset() on every one makes the buffer usable again. ({_first_line(error)})"
+        )
+
+    def _missing_ranks(self) -> list[int]:
+        """Ranks that did not fail in this same exchange: every rank that fails leaves a note on the store."""
+
+        def note(rank: int) -> str:
+            return f"generation-{self.generation}/failed-{self._num_calls}-{rank}"
+
+        try:
+            self._store.set(note(self.rank), "1")
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            deadline = time.monotonic() + _BLAME_SECS
+            missing = others
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not self._store.check([note(rank)])]
+                time.sleep(0.05)
+        except RuntimeError:  # the store died with the rank that kept it
+            return []
+        return missing
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """[R, ...] as [R, bytes] uint8 over the same memory."""
+    width = rows[0].numel() if rows.shape[0] else 1
+    if rows.numel() == 0:
+        return torch.empty(rows.shape[0], 1, dtype=torch.uint8, device=rows.device)
+    return rows.view(rows.shape[0], width).view(torch.uint8)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,224 @@
+"""`Buffer`: the object that owns the group, the memory and the time limit of one expert-parallel exchange."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep.backends.base import Backend
+from moe_ep.backends.torch_dist import TorchDistBackend
+from moe_ep.errors import ConfigError
+from moe_ep.placement import ExpertPlacement
+
+BACKENDS = ("auto", "torch", "intranode", "internode")
+
+# Lets custom ops, which take tensors and ints, find a buffer by its number. Weak: it keeps no buffer alive.
+BUFFERS: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_KEYS = itertools.count(1)
+
+
+class Buffer:
+    """Exchanges rows of tokens between the ranks of an EP group.
+
+    All ranks of the group construct it together and then call the same operations in the same order. Two buffers with
+    different settings live side by side; layers may share one. Release it with `close()` or `with`.
+
+    Args:
+        group: the EP group, any subgroup of the world; None stands for a single rank (no process group needed).
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
+            allow_mnnvl, explicitly_destroy, enable_shrink: arguments of DeepEP V1, accepted and without effect here:
+            memory grows with need and byte sizes limit nothing.
+        backend: "torch" (torch.distributed: gloo on CPU, NCCL on CUDA), "intranode", "internode", or "auto" for the
+            fastest one that this machine can run. What was chosen is `buffer.backend_name`.
+        expert_placement: E group ranks, the owner of each expert; None for the balanced contiguous split.
+        num_sms: SM budget of this buffer's kernels; None follows `Buffer.set_num_sms`. The torch backend has no
+            kernels of its own to bound.
+        timeout_secs: limit in seconds of every wait for a peer.
+
+    Raises:
+        ConfigError: a backend that this build or machine does not have, or a limit out of range.
+        EPTimeoutError: not all ranks constructed their buffer within the limit.
+    """
+
+    _default_num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        *,
+        backend: str = "auto",
+        expert_placement: Sequence[int] | None = None,
+        num_sms: int | None = None,
+        timeout_secs: float = 100.0,
+    ) -> None:
+        if not timeout_secs > 0:
+            raise ConfigError(f"timeout_secs is {timeout_secs}; it must be above 0 seconds.")
+        if num_sms is not None and num_sms < 1:
+            raise ConfigError(f"num_sms is {num_sms}; it must be at least 1, or None for the default.")
+        self.group = group
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.timeout_secs = timeout_secs
+        self._num_sms = num_sms
+        self._backend = _make_backend(backend, group, timeout_secs)
+        self._closed = False
+        # Puts a rank whose own inputs need no gradient into the graph, so that it joins the backward of the others.
+        self.anchor = torch.empty(0, requires_grad=True)
+        self._placement = (
+            None if expert_placement is None else ExpertPlacement.of(expert_placement, self._backend_size())
+        )
+        self.key = next(_KEYS)
+        BUFFERS[self.key] = self
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that moves the rows.
+
+        Raises:
+            RuntimeError: the buffer is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the buffer is closed; construct a new Buffer on every rank of the group.")
+        return self._backend
+
+    @property
+    def backend_name(self) -> str:
+        """The backend in use: "torch", "intranode" or "internode"."""
+        return self._backend.name
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the EP group."""
+        return self._backend.rank
+
+    @property
+    def group_size(self) -> int:
+        """W, the number of ranks in the EP group."""
+        return self._backend_size()
+
+    @property
+    def num_sms(self) -> int:
+        """SM budget of this buffer: its own, else the class-wide default, read at each call."""
+        return self._default_num_sms if self._num_sms is None else self._num_sms
+
+    @classmethod
+    def set_num_sms(cls, num_sms: int) -> None:
+        """Sets the SM budget of every buffer that was given none of its own (DeepEP's class-wide default).
+
+        Raises:
+            ValueError: `num_sms` is below 1.
+        """
+        if num_sms < 1:
+            raise ValueError(f"num_sms is {num_sms}; it must be at least 1.")
+        Buffer._default_num_sms = num_sms
+
+    def placement(self, num_experts: int) -> ExpertPlacement:
+        """The owner of each of `num_experts` experts.
+
+        Raises:
+            ValueError: `expert_placement` was given for another number of experts.
+        """
+        if self._placement is None:
+            return ExpertPlacement.balanced(num_experts, self.group_size)
+        if self._placement.num_experts != num_experts:
+            raise ValueError(
+                f"num_experts is {num_experts}, but expert_placement of this buffer places "
+                f"{self._placement.num_experts} experts; give the same number."
+            )
+        return self._placement
+
+    # -- what it does -------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the memory from which this buffer sends without a copy.
+
+        The torch backend has no such memory: it is an ordinary tensor, on the current CUDA device if the group runs on
+        NCCL, on the CPU otherwise.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device())
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` in place over the EP group, under the buffer's time limit, and returns it. Collective."""
+        return self.backend.all_reduce(tensor)
+
+    def check(self) -> None:
+        """Raises what went wrong in calls that had no host wait (`max_rows`): overflow, or a bad expert id.
+
+        Local and without a device synchronisation; call it before `optimizer.step()`.
+
+        Raises:
+            RuntimeError: the faults, one sentence each; they are forgotten then.
+        """
+        faults = self.backend.take_faults()
+        if faults:
+            raise RuntimeError(" ".join(faults))
+
+    def reset(self) -> None:
+        """Makes the buffer usable again after an `EPTimeoutError`. Collective: every rank must call it.
+
+        Raises:
+            EPTimeoutError: a rank did not come within the limit.
+        """
+        self.backend.reset()
+
+    def close(self) -> None:
+        """Releases the group and the memory, without communication; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._backend.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        """A copied model shares the buffer of the original: the group cannot be copied."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"Buffer(backend={self.backend_name!r}, rank={self.rank}, group_size={self.group_size})"
+
+    def _backend_size(self) -> int:
+        return len(self._backend.ranks)
+
+    def _device(self) -> torch.device:
+        if self.group is not None and "nccl" in str(dist.get_backend_config(self.group)):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def _make_backend(name: str, group: dist.ProcessGroup | None, timeout_secs: float) -> Backend:
+    if name not in BACKENDS:
+        raise ConfigError(f"backend is {name!r}; it must be one of {', '.join(BACKENDS)}.")
+    if name in ("intranode", "internode"):
+        raise ConfigError(
+            f"backend is {name!r}, which this version does not contain; use backend='torch', or 'auto' for whatever "
+            "this machine can run."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}; give a torch.distributed process group that this rank belongs to, or None for a "
+            "single rank."
+        )
+    return TorchDistBackend(group, timeout_secs)

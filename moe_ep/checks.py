@@ -1,0 +1,132 @@
+"""Checks of what callers hand in, before anything travels: what was given, the limit, what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ep.backends.base import DispatchRequest
+from moe_ep.handle import LAYOUTS, DispatchHandle, Layout
+from moe_ep.placement import ExpertPlacement
+
+ROW_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+IDX_DTYPES = (torch.int64, torch.int32)
+MAX_TOPK = 64
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_rows(rows: Tensor, name: str) -> None:
+    """[R, H] in one of the row dtypes."""
+    if rows.dtype not in ROW_DTYPES:
+        raise TypeError(f"{name} is {rows.dtype}; rows travel as {_names(ROW_DTYPES)}. Convert it first.")
+    if rows.dim() != 2 or rows.shape[1] < 1:
+        raise ValueError(f"{name} has shape {list(rows.shape)}; two dimensions [rows, hidden >= 1] are needed.")
+
+
+def as_weights(weights: Tensor, rows_dtype: torch.dtype, name: str) -> Tensor:
+    """The weights in the dtype in which they travel: float32, or float64 where they and the rows are float64.
+
+    float16 and bfloat16 are cast (their gradient comes back in their own dtype, through the cast).
+    """
+    if weights.dtype not in ROW_DTYPES:
+        raise TypeError(f"{name} is {weights.dtype}; weights are {_names(ROW_DTYPES)}. Convert it first.")
+    if weights.dtype != torch.float64:
+        return weights.float()
+    if rows_dtype != torch.float64:
+        raise TypeError(f"{name} is float64 beside {rows_dtype} rows; give float32 weights, or float64 rows.")
+    return weights
+
+
+def check_topk(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None) -> None:
+    """topk_idx [T, K] int64 or int32 and topk_weights [T, K] that fit x [T, H]."""
+    if topk_idx.dtype not in IDX_DTYPES:
+        raise TypeError(f"topk_idx is {topk_idx.dtype}; expert ids are {_names(IDX_DTYPES)}. Convert it first.")
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_idx has shape {list(topk_idx.shape)} and x {list(x.shape)}; topk_idx must be [T, K] with "
+            f"T = {x.shape[0]} rows."
+        )
+    if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
+        raise ValueError(f"topk_idx has K = {topk_idx.shape[1]} slots a token; K must lie in 1..{MAX_TOPK}.")
+    if topk_idx.device != x.device:
+        raise ValueError(f"topk_idx is on {topk_idx.device} and x on {x.device}; put both on one device.")
+    if topk_weights is None:
+        return
+    if topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            f"topk_weights has shape {list(topk_weights.shape)}, topk_idx {list(topk_idx.shape)}; they must be equal."
+        )
+    if topk_weights.device != x.device:
+        raise ValueError(f"topk_weights is on {topk_weights.device} and x on {x.device}; put both on one device.")
+
+
+def check_layout(layout: str, alignment: int, max_rows: int | None) -> Layout:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}.")
+    if alignment < 1:
+        raise ValueError(f"alignment is {alignment}; it must be at least 1 (1 = no padding).")
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"max_rows is {max_rows}; it must be at least 0, or None for as many rows as come.")
+    return LAYOUTS[LAYOUTS.index(layout)]
+
+
+def dispatch_request(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    placement: ExpertPlacement,
+    layout: str,
+    alignment: int,
+    max_rows: int | None,
+) -> DispatchRequest:
+    """A checked dispatch call; the gradient bits say what this rank wants."""
+    check_rows(x, "x")
+    check_topk(x, topk_idx, topk_weights)
+    checked_layout = check_layout(layout, alignment, max_rows)
+    wants_grad = torch.is_grad_enabled()
+    return DispatchRequest(
+        x=x.detach(),
+        topk_idx=topk_idx,
+        topk_weights=None if topk_weights is None else as_weights(topk_weights.detach(), x.dtype, "topk_weights"),
+        placement=placement,
+        layout=checked_layout,
+        alignment=alignment,
+        max_rows=max_rows,
+        x_needs_grad=wants_grad and x.requires_grad,
+        weights_need_grad=wants_grad and topk_weights is not None and topk_weights.requires_grad,
+    )
+
+
+def check_handle(handle: DispatchHandle, ranks: tuple[int, ...], rank: int) -> None:
+    """The handle was made over the same ranks, on this rank."""
+    if not isinstance(handle, DispatchHandle):
+        raise TypeError(f"handle is {type(handle).__name__}; give the handle that dispatch returned.")
+    if handle.ranks != ranks or handle.rank != rank:
+        raise ValueError(
+            f"the handle was made by rank {handle.rank} of an EP group of ranks {list(handle.ranks)}, this buffer is "
+            f"rank {rank} of {list(ranks)}; give a handle from a buffer over the same ranks."
+        )
+
+
+def check_combine(handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool) -> None:
+    """rows [R, H] and weights [R] that fit the handle."""
+    check_rows(rows, "rows")
+    if rows.shape[0] != handle.num_rows:
+        raise ValueError(
+            f"rows has shape {list(rows.shape)}, but the handle stands for {handle.num_rows} rows; combine takes as "
+            "many rows as its dispatch gave, padding included."
+        )
+    if handle.layout == "compact" and (weights is not None or exact):
+        given = "topk_weights" if weights is not None else "exact=True"
+        raise ValueError(
+            f"combine got {given} with a handle of layout 'compact', whose rows stand for several experts; use "
+            "layout='expert_major' in dispatch, or apply the weights before combine."
+        )
+    if weights is not None and weights.shape != (handle.num_rows,):
+        raise ValueError(
+            f"topk_weights has shape {list(weights.shape)}, but the handle stands for {handle.num_rows} rows; give "
+            "one weight a row, as dispatch returned them."
+        )

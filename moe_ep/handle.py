@@ -1,0 +1,148 @@
+"""What a dispatch leaves behind for its combine and its backward.
+
+A handle is an immutable record of tensors and ints. It holds no pointer, no buffer and no group, so it may outlive
+the buffer that made it, and it fits every buffer over the same ranks and geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_ep.ordered_sum import OrderedSum
+
+Layout = Literal["compact", "expert_major"]
+LAYOUTS: tuple[Layout, ...] = ("compact", "expert_major")
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchHandle:
+    """The routing of one dispatch, as one rank sees it.
+
+    T tokens of this rank, K slots a token, S compact rows received (one per token and source rank), R rows handed out.
+
+    Attributes:
+        ranks: global ranks of the EP group; a buffer over other ranks refuses the handle.
+        rank: this rank's place in the group.
+        uid: number of the dispatch; ranks that combine different dispatches find out by it.
+        placement: fingerprint of the expert placement.
+        layout: "compact" (R = S) or "expert_major".
+        num_tokens, num_topk, num_experts, num_rows: T, K, E, R.
+        alignment: rows of an expert are padded to a multiple of it.
+        x_needs_grad, weights_need_grad: whether any rank wants that gradient, so that all join its backward.
+        overflowed: `max_rows` was too small here; the float outputs are NaN.
+        send_counts, recv_counts: compact rows to and from each rank.
+        slot_rank: [T, K] int64, rank of the expert in each slot of this rank's tokens, -1 for none.
+        send_token: [S_send] int64, source token of the rows sent, ascending in (rank, token).
+        row_pair: [R] int64, expert_major only: `compact row * K + slot` of a row, -1 for padding; empty if compact.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    uid: int
+    placement: int
+    layout: Layout
+    num_tokens: int
+    num_topk: int
+    num_experts: int
+    num_rows: int
+    alignment: int
+    x_needs_grad: bool
+    weights_need_grad: bool
+    overflowed: bool
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    slot_rank: Tensor
+    send_token: Tensor
+    row_pair: Tensor
+
+    @property
+    def num_compact_rows(self) -> int:
+        """S: one row per (token, source rank) received here."""
+        return sum(self.recv_counts)
+
+    @cached_property
+    def real_rows(self) -> Tensor:
+        """[P] int64, the rows that are not padding, ascending. expert_major only."""
+        return (self.row_pair >= 0).nonzero()[:, 0]
+
+    @cached_property
+    def local_sum(self) -> OrderedSum:
+        """Sums the rows of each compact row in slot order: R rows -> S. expert_major only."""
+        pair, by_pair = torch.sort(self.row_pair[self.real_rows])
+        compact_row = torch.div(pair, self.num_topk, rounding_mode="floor")
+        return OrderedSum.from_terms(compact_row, self.real_rows[by_pair], self.num_compact_rows)
+
+    @cached_property
+    def home_sum(self) -> OrderedSum:
+        """Sums what came back for each token in ascending rank order: S_send rows -> T."""
+        src = torch.arange(self.send_token.numel(), device=self.send_token.device)
+        return OrderedSum.from_terms(self.send_token, src, self.num_tokens)
+
+    # -- tensors only, for custom ops --------------------------------------------------------------------------------
+
+    def pack(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The handle as four tensors: host numbers (int64, CPU), slot_rank, send_token, row_pair."""
+        world = len(self.ranks)
+        numbers = [
+            world, self.rank, self.uid, self.placement, LAYOUTS.index(self.layout), self.num_tokens, self.num_topk,
+            self.num_experts, self.num_rows, self.alignment, self.x_needs_grad, self.weights_need_grad,
+            self.overflowed, *self.ranks, *self.send_counts, *self.recv_counts,
+        ]  # fmt: skip
+        return torch.tensor(numbers, dtype=torch.int64), self.slot_rank, self.send_token, self.row_pair
+
+    @classmethod
+    def unpack(cls, tensors: Sequence[Tensor]) -> DispatchHandle:
+        """The inverse of `pack`."""
+        host, slot_rank, send_token, row_pair = tensors
+        numbers = [int(n) for n in host.tolist()]
+        world, rank, uid, placement, layout, tokens, topk, experts, rows, alignment, x_grad, w_grad, over = numbers[:13]
+        ranks, sent, received = (tuple(numbers[13 + i * world : 13 + (i + 1) * world]) for i in range(3))
+        return cls(
+            ranks, rank, uid, placement, LAYOUTS[layout], tokens, topk, experts, rows, alignment, bool(x_grad),
+            bool(w_grad), bool(over), sent, received, slot_rank, send_token, row_pair,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class PackedHandle:
+    """A `DispatchHandle` as its tensors: what dispatch returns inside a compiled graph."""
+
+    tensors: tuple[Tensor, ...]
+
+    def unpack(self) -> DispatchHandle:
+        return DispatchHandle.unpack(self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchOutput:
+    """What `moe_ep.dispatch` returns.
+
+    Attributes:
+        x: [R, H] received rows, dtype of the input. compact: one row per (token, rank), ascending in (source rank,
+            source token). expert_major: one row per (token, expert), ascending in (local expert, source rank, source
+            token), every expert's rows padded with zeros to a multiple of `alignment`.
+        topk_idx: local expert ids, -1 for "not here" and for padding; [R, K] if compact, [R] if expert_major; the
+            dtype of the input ids.
+        topk_weights: the weights beside them, 0 where the id is -1; None if no weights were given.
+        tokens_per_expert: L ints, the split sizes of `x` in expert_major, padding included (compact: local slots,
+            rounded up to `alignment`). None with `max_rows`.
+        real_tokens_per_expert: L ints without padding. None with `max_rows`.
+        expert_counts: [L] int32 on the device, rows without padding.
+        expert_offsets: [L + 1] int32 on the device, where each expert's padded rows begin, and their sum.
+        handle: what `moe_ep.combine` needs.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    tokens_per_expert: list[int] | None
+    real_tokens_per_expert: list[int] | None
+    expert_counts: Tensor
+    expert_offsets: Tensor
+    handle: DispatchHandle | PackedHandle

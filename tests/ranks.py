@@ -1,0 +1,121 @@
+"""Runs a function on W ranks: a pool of gloo processes that lives as long as the test session.
+
+Starting a process costs seconds, so the processes stay and every test borrows the first W of them. A test that passes
+its time limit, or kills a rank, costs its pool: the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZES = (1, 2, 3, 4, 8)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the text holds every failed rank's traceback."""
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
+    groups = {world: dist.new_group(list(range(world))) for world in WORLD_SIZES if world <= size}
+    while True:
+        try:
+            function, world, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            result, error = function(groups[world], *args), None
+        except BaseException:  # the pool must survive whatever a test does, and report it
+            result, error = None, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps((result, error)))
+
+
+class Pool:
+    """`size` processes in one gloo world."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout_secs: float) -> list[Any]:
+        job = pickle.dumps((function, world, args))
+        for pipe in self.pipes[:world]:
+            pipe.send_bytes(job)
+        deadline = time.monotonic() + timeout_secs
+        results, errors = [], []
+        for rank, pipe in enumerate(self.pipes[:world]):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                errors.append(f"rank {rank} did not end within {timeout_secs:g} s")
+                continue
+            try:
+                result, error = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                result, error = None, "the process died"
+            results.append(result)
+            if error is not None:
+                errors.append(f"rank {rank}:\n{error}")
+        if errors:
+            self.close()
+            raise RankFailure("\n".join(errors))
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self.processes = []
+
+
+class Pools:
+    """The pool for a world size: one of 4 processes, and one of 8 once a test asks for more."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_secs: float = 60.0) -> list[Any]:
+        """`function(group, *args)` on ranks 0..world-1; their results in rank order.
+
+        Raises:
+            RankFailure: a rank raised or was too slow.
+        """
+        size = 4 if world <= 4 else 8
+        pool = self._pools.get(size)
+        if pool is None or not pool.processes:
+            pool = self._pools[size] = Pool(size)
+            timeout_secs += 60.0  # the processes have to start
+        return pool.run(function, world, args, timeout_secs)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
