@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from moe_ep.config.fields import FieldKind, field_kind, section_of, walk_settings
+from moe_ep.config.fields import FieldKind, field_kind, required_settings, section_of, walk_settings
 from moe_ep.config.problems import ConfigProblems, Problem, dotted
 
 Path = tuple[str, ...]
@@ -53,7 +53,9 @@ def _sentence(details: ErrorDetails, owner: type[BaseModel], path: Path, root: t
     meaning = f" ({field.description})" if field.description else ""
     if details["type"] == "missing":
         where = f"under {dotted(path[:-1])}" if path[:-1] else "at the top level"
-        return f"{dotted(path)} is missing; add it {where}: {_describe_new(kind)}{meaning}."
+        required = required_settings(owner, path[-1])
+        what = f"a section with at least {', '.join(required)}" if required else kind.describe()
+        return f"{dotted(path)} is missing; add it {where}: {what}{meaning}."
     return bad_value(path, details["input"], kind, meaning)
 
 
@@ -62,13 +64,6 @@ def bad_value(path: Path, value: object, kind: FieldKind, meaning: str = "") -> 
     text = f"{dotted(path)} is {_show(value)}; set it to {kind.describe()}{meaning}."
     close = difflib.get_close_matches(value.lower(), kind.words, n=1) if isinstance(value, str) else []
     return f"{text} Did you mean {close[0]}?" if close else text
-
-
-def _describe_new(kind: FieldKind) -> str:
-    if kind.section is None:
-        return kind.describe()
-    required = [name for name, field in kind.section.model_fields.items() if field.is_required()]
-    return f"a section with at least {', '.join(required)}"
 
 
 def _show(value: object) -> str:

@@ -76,6 +76,12 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     return field_kind(field).section if field is not None else None
 
 
+def required_settings(model: type[BaseModel], name: str) -> list[str]:
+    """The settings that the sub-section `name` of `model` cannot do without."""
+    section = section_of(model, name)
+    return [inner for inner, field in section.model_fields.items() if field.is_required()] if section else []
+
+
 def walk_settings(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The paths of all settings and sections at and below `model`, parents first."""
     for name in model.model_fields:
