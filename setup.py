@@ -1,0 +1,126 @@
+"""Builds moe_ep: pure Python everywhere, and csrc/ into `moe_ep._C` where nvcc is found.
+
+Everything is compiled and linked by nvcc, so that nothing here needs to know where the toolkit lies. No PyTorch header
+and no PyTorch import: one build serves every PyTorch version. The CUDA runtime is linked statically and libcuda not at
+all: the extension builds and imports on a machine without a driver.
+
+Environment: MOE_EP_BUILD_CUDA = 0 (never) or 1 (fail where nvcc is missing); unset: compile where nvcc is found.
+MOE_EP_CUDA_ARCHS = the GPU architectures, for example "sm_80,sm_90a". CUDA_HOME = the toolkit; unset: nvcc on PATH.
+"""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+DEFAULT_ARCHS = ("sm_80", "sm_90a", "sm_100a")
+COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra")
+# PyTorch's own libcudart is often loaded with global symbols; ours must not bind to it, nor offer its symbols.
+LINK_FLAGS = ("-shared", "--cudart=static", "-Xlinker=--exclude-libs=ALL")
+
+
+def find_nvcc() -> str | None:
+    """The path of nvcc: in CUDA_HOME if set, else on PATH, else in the toolkit's usual folder; None if nowhere."""
+    cuda_home = os.environ.get("CUDA_HOME")
+    candidates = [f"{cuda_home}/bin/nvcc"] if cuda_home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
+
+
+def nvcc_to_use() -> str | None:
+    """nvcc, or None for a pure Python install; says which in one line."""
+    setting = os.environ.get("MOE_EP_BUILD_CUDA", "")
+    if setting not in ("", "0", "1"):
+        raise SystemExit(f"MOE_EP_BUILD_CUDA is {setting!r}: give 0 (pure Python), 1 (CUDA required), or leave it out.")
+    nvcc = find_nvcc()
+    if setting == "1" and nvcc is None:
+        raise SystemExit(
+            "MOE_EP_BUILD_CUDA=1 asks for the CUDA kernels, but nvcc is not in CUDA_HOME, or without "
+            "CUDA_HOME not on PATH. Install the CUDA toolkit (12.0 or newer) or set CUDA_HOME."
+        )
+    if setting == "0":
+        print("moe_ep: installed as pure Python, without CUDA kernels, as MOE_EP_BUILD_CUDA=0 asks.")
+        return None
+    if nvcc is None:
+        print("moe_ep: installed as pure Python, without CUDA kernels, because no nvcc was found.")
+    return nvcc
+
+
+def archs_to_build(nvcc: str) -> list[str]:
+    """The architectures asked for; without a wish, those of the default list that this nvcc knows."""
+    known = subprocess.run([nvcc, "--list-gpu-code"], check=True, capture_output=True, text=True).stdout.split()
+
+    def is_known(arch: str) -> bool:
+        # The list leaves out the variants with a letter (sm_90a), which every nvcc with the plain one has.
+        return arch.rstrip("af") in known
+
+    if asked := os.environ.get("MOE_EP_CUDA_ARCHS", ""):
+        archs = asked.replace(",", " ").split()
+        if unknown := [arch for arch in archs if not is_known(arch)]:
+            raise SystemExit(
+                f"MOE_EP_CUDA_ARCHS names {unknown}, but {nvcc} knows {known}. "
+                "Name architectures from this list (a letter may follow, as in sm_90a) or install a newer toolkit."
+            )
+        return archs
+    archs = [arch for arch in DEFAULT_ARCHS if is_known(arch)]
+    if left_out := [arch for arch in DEFAULT_ARCHS if arch not in archs]:
+        print(f"moe_ep: left out {', '.join(left_out)}, which {nvcc} does not know.")
+    return archs
+
+
+def gencode_flags(archs: list[str]) -> list[str]:
+    """nvcc's flags for machine code of each architecture.
+
+    The first one that is not bound to a GPU family by a letter adds its PTX, which the driver compiles for GPUs outside
+    the list.
+    """
+    flags = [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in archs]
+    portable = next((arch for arch in archs if arch[-1].isdigit()), None)
+    if portable:
+        compute = portable.replace("sm_", "compute_")
+        flags.append(f"-gencode=arch={compute},code={compute}")
+    return flags
+
+
+class NvccBuild(build_ext):
+    """Compiles each source with nvcc, several at a time, and links with nvcc."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise SystemExit("nvcc was found when the build began and is gone now; set CUDA_HOME and build again.")
+        archs = archs_to_build(nvcc)
+        print(f"moe_ep: compiling csrc for {', '.join(archs)} with {nvcc}.")
+        includes = ["-Icsrc", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+        defines = [f"-DMOE_EP_CUDA_ARCHS={','.join(archs)}"]
+        objects_dir = Path(self.build_temp)
+        objects_dir.mkdir(parents=True, exist_ok=True)
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+
+        def compile_one(source: str) -> str:
+            target = str(objects_dir / (Path(source).name + ".o"))
+            flags = [*COMPILE_FLAGS, *gencode_flags(archs), *includes, *defines]
+            subprocess.run([nvcc, *flags, "-c", source, "-o", target], check=True)
+            return target
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, ext.sources))
+        subprocess.run([nvcc, *LINK_FLAGS, *objects, "-o", str(output)], check=True)
+
+
+def extensions() -> list[Extension]:
+    if nvcc_to_use() is None:
+        return []
+    sources = sorted(str(path) for suffix in ("cpp", "cu") for path in Path("csrc").glob(f"*.{suffix}"))
+    headers = sorted(str(path) for path in Path("csrc").glob("*.h"))
+    return [Extension("moe_ep._C", sources=sources, depends=headers)]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": NvccBuild})
