@@ -1,0 +1,70 @@
+// The Python module moe_ep._C. Pointers and streams arrive as integers: no tensor type crosses this border, so one
+// build serves every PyTorch version. Arguments are by keyword only, since most are integers and would swap silently.
+// The contracts are in the headers of the launch functions; the Python signatures are in moe_ep/_native.py.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "check.h"
+#include "fp8_cast.h"
+#include "layout_count.h"
+
+#define MOE_EP_STRING_(...) #__VA_ARGS__
+#define MOE_EP_STRING(...) MOE_EP_STRING_(__VA_ARGS__)
+
+namespace py = pybind11;
+
+namespace {
+
+template <typename T>
+T* pointer_from(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+cudaStream_t stream_from(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+moe_ep::RowType row_type_from(const std::string& name) {
+  if (name == "bfloat16") {
+    return moe_ep::RowType::kBFloat16;
+  }
+  if (name == "float16") {
+    return moe_ep::RowType::kFloat16;
+  }
+  MOE_EP_CHECK(name == "float32", "x has dtype ", name,
+               ", but bfloat16, float16 and float32 are supported: convert x.");
+  return moe_ep::RowType::kFloat32;
+}
+
+void fp8_cast_1x128(uintptr_t x, const std::string& dtype, uintptr_t q, uintptr_t scales, int64_t num_tokens,
+                    int64_t hidden, bool power_of_two, int num_sms, uintptr_t stream) {
+  moe_ep::launch_fp8_cast_1x128(pointer_from<const void>(x), row_type_from(dtype), pointer_from<void>(q),
+                                pointer_from<float>(scales), num_tokens, hidden, power_of_two, num_sms,
+                                stream_from(stream));
+}
+
+void layout_count(uintptr_t topk_idx, int idx_bytes, uintptr_t rank_of_expert, uintptr_t tokens_per_expert,
+                  uintptr_t tokens_per_rank, uintptr_t is_token_in_rank, uintptr_t bad_id, int64_t num_tokens,
+                  int64_t num_topk, int64_t num_experts, int64_t num_ranks, int num_sms, uintptr_t stream) {
+  moe_ep::launch_layout_count(pointer_from<const void>(topk_idx), idx_bytes,
+                              pointer_from<const int32_t>(rank_of_expert), pointer_from<int32_t>(tokens_per_expert),
+                              pointer_from<int32_t>(tokens_per_rank), pointer_from<uint8_t>(is_token_in_rank),
+                              pointer_from<int64_t>(bad_id), num_tokens, num_topk, num_experts, num_ranks, num_sms,
+                              stream_from(stream));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "CUDA kernels of moe_ep; call them through moe_ep._native.";
+  module.attr("cuda_archs") = MOE_EP_STRING(MOE_EP_CUDA_ARCHS);
+
+  // A launch may block while the driver loads a kernel: other Python threads go on meanwhile.
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  module.def("fp8_cast_1x128", &fp8_cast_1x128, no_gil, py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("q"),
+             py::arg("scales"), py::arg("num_tokens"), py::arg("hidden"), py::arg("power_of_two"), py::arg("num_sms"),
+             py::arg("stream"));
+  module.def("layout_count", &layout_count, no_gil, py::kw_only(), py::arg("topk_idx"), py::arg("idx_bytes"),
+             py::arg("rank_of_expert"), py::arg("tokens_per_expert"), py::arg("tokens_per_rank"),
+             py::arg("is_token_in_rank"), py::arg("bad_id"), py::arg("num_tokens"), py::arg("num_topk"),
+             py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_sms"), py::arg("stream"));
+}
