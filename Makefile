@@ -1,0 +1,95 @@
+# Two commands on a fresh machine: `make demo` trains a small model on two ranks, `make test` checks everything.
+# Both make .venv first, and again when what it was made from has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONFIG ?= configs/tiny_cpu.yaml
+
+# One thread a process: the tests and the demo start several processes, which would fight for the cores.
+export OMP_NUM_THREADS ?= 1
+
+CSRC := $(sort $(wildcard csrc/*.cpp csrc/*.cu csrc/*.cuh csrc/*.h))
+NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+ARCHS := sm_80 sm_90a sm_100a
+
+# Tests marked slow stay out, but for slow(ci=True) where CI is set.
+TESTS := not slow$(if $(CI), or slow(ci=True))
+TEST_SECS := 900
+
+.PHONY: help demo test lint types csrc-check csrc-objects unit format clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{printf "make %-12s %s\n", $$1, $$2}'
+
+demo: $(STAMP) ## train a small MoE language model on two ranks of this machine (CONFIG=... for another)
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/pretrain.py --config $(CONFIG)
+
+test: $(STAMP) ## lint, types, compile of the kernels, tests
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory csrc-check
+	@$(MAKE) --no-print-directory unit
+
+lint: $(STAMP) ## style of Python and C++
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+types: $(STAMP) ## mypy --strict over the package
+	$(BIN)/mypy
+
+unit: $(STAMP) ## the tests alone
+	$(BIN)/python -m pytest -m "$(TESTS)" --session-timeout=$(TEST_SECS)
+
+format: $(STAMP) ## rewrite Python and C++ in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+csrc-check: $(STAMP) ## compile csrc for every GPU architecture with warnings as errors, where nvcc exists
+ifeq ($(NVCC),)
+	@echo "csrc-check: left out, because no nvcc was found"
+else
+	@$(MAKE) --no-print-directory --jobs=$$(getconf _NPROCESSORS_ONLN) csrc-objects
+	@echo "csrc-check: csrc compiles for $(ARCHS)"
+endif
+
+NVCC_FLAGS := -std=c++17 -O3 -Icsrc -Xcompiler=-fPIC,-Wall,-Wextra -Werror=all-warnings
+KERNELS := $(patsubst csrc/%.cu,%.o,$(wildcard csrc/*.cu))
+BINDINGS := $(patsubst csrc/%.cpp,build/csrc/host/%.o,$(wildcard csrc/*.cpp))
+
+csrc-objects: $(BINDINGS) $(foreach arch,$(ARCHS),$(addprefix build/csrc/$(arch)/,$(KERNELS)))
+
+build/csrc/host/%.o: csrc/%.cpp $(CSRC) Makefile
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCC_FLAGS) $$($(BIN)/python -m pybind11 --includes) -DMOE_EP_CUDA_ARCHS=none -c $< -o $@
+
+define kernel_rule
+build/csrc/$(1)/%.o: csrc/%.cu $$(CSRC) Makefile
+	@mkdir -p $$(@D)
+	$$(NVCC) $$(NVCC_FLAGS) -arch=$(1) -c $$< -o $$@
+endef
+$(foreach arch,$(ARCHS),$(eval $(call kernel_rule,$(arch))))
+
+$(STAMP): Makefile pyproject.toml setup.py $(CSRC)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "$(PYTHON) is older than Python 3.10; name a newer one: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time takes a few minutes."
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@if nvidia-smi -L > /dev/null 2>&1; then \
+	  $(BIN)/python -m pip install --quiet "torch>=2.6"; \
+	else \
+	  $(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" 2> /dev/null \
+	  || { echo "No package index here offers torch 2.13.0+cpu: installing torch 2.13.0, which is larger."; \
+	       $(BIN)/python -m pip install --quiet "torch==2.13.0"; }; \
+	fi
+	@$(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
+	@$(BIN)/python -c 'from moe_ep import _native; print(f"Installed moe_ep {_native.describe()}.")'
+	@touch $@
+
+clean: ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info moe_ep/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
