@@ -1,0 +1,49 @@
+"""The two-projection MLP that routed and shared experts have in common.
+
+Letters: R rows, H hidden, F ffn width of one expert.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Literal["swiglu", "gelu"]
+
+
+def input_projection(activation: Activation, ffn_hidden_size: int) -> tuple[str, int]:
+    """Name and output width of the first projection: ("gate_up", 2F) for SwiGLU, ("up", F) for GELU."""
+    return ("gate_up", 2 * ffn_hidden_size) if activation == "swiglu" else ("up", ffn_hidden_size)
+
+
+def activate(projected: Tensor, activation: Activation) -> Tensor:
+    """Apply the nonlinearity between the two projections.
+
+    Args:
+        projected: [R, 2F] for "swiglu" (gate first, then up), [R, F] for "gelu".
+        activation: "swiglu" is silu(gate) * up (arXiv:2002.05202); "gelu" is the exact one (erf).
+
+    Returns:
+        [R, F], same dtype.
+    """
+    if activation == "gelu":
+        return F.gelu(projected)
+    gate, up = projected.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def mlp(x_RH: Tensor, first: Tensor, down_HF: Tensor, activation: Activation) -> Tensor:
+    """activate(x @ first.T) @ down.T; under autocast the two GEMMs follow it.
+
+    Args:
+        x_RH: [R, H]; R may be 0.
+        first: [2F, H] for "swiglu", [F, H] for "gelu".
+        down_HF: [H, F].
+        activation: see `activate`.
+
+    Returns:
+        [R, H] in the dtype of the GEMMs.
+    """
+    return F.linear(activate(F.linear(x_RH, first), activation), down_HF)

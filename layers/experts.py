@@ -1,0 +1,235 @@
+"""The routed experts of one rank: a grouped MLP over rows that are sorted by expert.
+
+Parameters are stacked over the local experts; the state dict names each expert by its global id, so a checkpoint
+does not depend on how many ranks shared the experts.
+
+Letters: L local experts, R rows, H hidden, F ffn width of one expert, E experts of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_ep.config import MoEConfig
+from moe_ep.layers.activations import input_projection, mlp
+
+
+class StateDictCheck(NamedTuple):
+    """What does not fit in a state dict: all empty means that loading will succeed."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    errors: list[str]
+
+    def fits(self) -> bool:
+        """Whether nothing is missing, left over or of the wrong shape."""
+        return not (self.missing_keys or self.unexpected_keys or self.errors)
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU or GELU experts, one per entry of `expert_ids`.
+
+    Attributes:
+        expert_ids: global ids of the local experts, in the order of the rows; L may be 0.
+        gate_up [L, 2F, H] (SwiGLU: gate rows first) or up [L, F, H] (GELU).
+        down: [L, H, F].
+
+    Every parameter has the attribute `allreduce = False` (the convention of Megatron-Core): a data-parallel wrapper
+    reduces its gradient only over the ranks that hold the same experts. The mark survives deepcopy, pickle, casts and
+    loading.
+
+    State dict: `{prefix}{global_id}.gate_up` and so on, [2F, H] per expert, views of the parameters. Loading is all
+    or nothing: a missing, unknown or wrongly shaped entry is reported in the usual way and changes no expert. Entries
+    of experts that live on other ranks are ignored.
+    """
+
+    down: nn.Parameter
+
+    def __init__(self, config: MoEConfig, expert_ids: Sequence[int]) -> None:
+        """Build the experts of this rank.
+
+        Args:
+            config: the layer's configuration.
+            expert_ids: global ids, distinct, in [0, num_experts).
+
+        Raises:
+            ValueError: an id is out of range or given twice.
+        """
+        super().__init__()
+        ids = tuple(int(expert_id) for expert_id in expert_ids)
+        outside = [expert_id for expert_id in ids if not 0 <= expert_id < config.num_experts]
+        if outside or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"expert_ids is {list(ids)}, but must hold distinct ids from 0 to {config.num_experts - 1} "
+                f"(num_experts = {config.num_experts}); name each expert that this rank owns once."
+            )
+        self.config = config
+        self.expert_ids = ids
+        self.activation = config.activation
+        self.first_name, first_width = input_projection(config.activation, config.ffn_hidden_size)
+        first = torch.empty(len(ids), first_width, config.hidden_size)
+        self.register_parameter(self.first_name, nn.Parameter(first))
+        self.down = nn.Parameter(torch.empty(len(ids), config.hidden_size, config.ffn_hidden_size))
+        self._mark_parameters()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw every weight from normal(0, init_std).
+
+        One number is taken from the default generator, however many experts are local; each expert then has a
+        generator of its own, seeded by that number and its global id. So the values do not depend on the number of
+        ranks, and neither does what the default generator yields next.
+        """
+        base_seed = int(torch.randint(2**31, (), device="cpu"))
+        for local_idx, expert_id in enumerate(self.expert_ids):
+            if self.down.is_meta:
+                break
+            generator = torch.Generator(device=self.down.device).manual_seed(base_seed + expert_id)
+            for parameter in self.parameters(recurse=False):
+                parameter[local_idx].normal_(0.0, self.config.init_std, generator=generator)
+
+    def forward(self, rows_RH: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
+        """Run every expert on its rows.
+
+        Every expert runs, also on 0 rows, so that every parameter gets a gradient (zeros, not None) and every rank
+        takes part in the backward.
+
+        Args:
+            rows_RH: [R, H], the rows of the first local expert first; the dtype of the parameters, or any floating
+                dtype under autocast.
+            tokens_per_expert: L row counts that sum to R (padding included).
+
+        Returns:
+            [R, H] in the dtype of rows_RH, also under autocast.
+
+        Raises:
+            ValueError: a shape, the number of counts, their sum or the dtype does not fit.
+        """
+        sizes = [int(size) for size in tokens_per_expert]
+        self._check_rows(rows_RH, sizes)
+        first: Tensor = self.get_parameter(self.first_name)
+        if not sizes:  # no expert, so no row either; the zero keeps the output attached to the parameters
+            return rows_RH + (first.sum() + self.down.sum()).to(rows_RH.dtype)
+        # unbind, not indexing: its backward writes the stacked gradient once instead of once per expert
+        experts = zip(rows_RH.split_with_sizes(sizes), first.unbind(), self.down.unbind(), strict=True)
+        outputs = [mlp(rows, first_weight, down_weight, self.activation) for rows, first_weight, down_weight in experts]
+        return torch.cat(outputs).to(rows_RH.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(module)."""
+        return (
+            f"hidden_size={self.config.hidden_size}, ffn_hidden_size={self.config.ffn_hidden_size}, "
+            f"activation={self.activation}, expert_ids={list(self.expert_ids)}"
+        )
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], prefix: str = "") -> StateDictCheck:
+        """Compare a state dict with this module, changing nothing.
+
+        Args:
+            state_dict: may hold entries of other modules; only names that begin with `prefix` are looked at.
+            prefix: name of this module with a dot behind it, as in `nn.Module.state_dict`.
+
+        Returns:
+            Missing and unexpected names and one sentence per entry that cannot be copied.
+        """
+        expected = self._named_slices(prefix)
+        missing = [key for key in expected if key not in state_dict]
+        foreign = {
+            f"{prefix}{expert_id}.{name}"
+            for expert_id in range(self.config.num_experts)
+            for name, _ in self.named_parameters(recurse=False)
+        }
+        unexpected = [key for key in state_dict if key.startswith(prefix) and key not in foreign]
+        errors = []
+        for key, own in expected.items():
+            given = state_dict.get(key, own)
+            if not isinstance(given, Tensor):
+                errors.append(f"{key} is {type(given).__name__}, but must be a tensor of shape {list(own.shape)}.")
+            elif given.shape != own.shape:
+                sizes = f"the state dict has {list(given.shape)}, but the expert needs {list(own.shape)}"
+                errors.append(f"size mismatch for {key}: {sizes}.")
+        return StateDictCheck(missing, unexpected, errors)
+
+    def _named_slices(self, prefix: str) -> dict[str, Tensor]:
+        """State dict name of every expert's weight to a view of the parameter."""
+        return {
+            f"{prefix}{expert_id}.{name}": parameter[local_idx]
+            for local_idx, expert_id in enumerate(self.expert_ids)
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+    def _check_rows(self, rows_RH: Tensor, sizes: list[int]) -> None:
+        if rows_RH.dim() != 2 or rows_RH.shape[1] != self.config.hidden_size:
+            raise ValueError(
+                f"rows have shape {list(rows_RH.shape)}, but the experts take [rows, {self.config.hidden_size}]; "
+                "give one row per (token, expert) pair."
+            )
+        if len(sizes) != len(self.expert_ids) or any(size < 0 for size in sizes):
+            raise ValueError(
+                f"tokens_per_expert holds {len(sizes)} counts {sizes}, but this module has {len(self.expert_ids)} "
+                "experts; give one count >= 0 for each."
+            )
+        if sum(sizes) != rows_RH.shape[0]:
+            raise ValueError(
+                f"tokens_per_expert sums to {sum(sizes)}, but there are {rows_RH.shape[0]} rows; the counts must "
+                "cover every row, padding rows included."
+            )
+        if rows_RH.dtype != self.down.dtype and not torch.is_autocast_enabled(rows_RH.device.type):
+            raise ValueError(
+                f"rows are {rows_RH.dtype}, but the experts are {self.down.dtype}; cast one of them, or use autocast."
+            )
+
+    def _mark_parameters(self) -> None:
+        for parameter in self.parameters(recurse=False):
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_parameters()  # some conversions make new parameters
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_parameters()  # deepcopy of a parameter keeps its data only
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for key, weight in self._named_slices(prefix).items():
+            destination[key] = weight if keep_vars else weight.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        check = self.check_state_dict(state_dict, prefix)
+        missing_keys.extend(check.missing_keys)
+        unexpected_keys.extend(check.unexpected_keys)
+        error_msgs.extend(check.errors)
+        if not check.fits():
+            absent = len(check.missing_keys) == len(self._named_slices(prefix))
+            if not (absent or check.errors):  # part of the experts: an error under strict=False too, never half a load
+                error_msgs.append(
+                    f"The experts under '{prefix}' were left unchanged: {len(check.missing_keys)} names are missing, "
+                    f"{len(check.unexpected_keys)} are unknown; load a state dict that names every local expert once."
+                )
+            return
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        with torch.no_grad():
+            for name, parameter in list(self.named_parameters(recurse=False)):
+                given = [state_dict[f"{prefix}{expert_id}.{name}"] for expert_id in self.expert_ids]
+                if assign and given:
+                    self.register_parameter(name, nn.Parameter(torch.stack(given), parameter.requires_grad))
+                    continue
+                for local_idx, weight in enumerate(given):
+                    parameter[local_idx].copy_(weight)
+        self._mark_parameters()

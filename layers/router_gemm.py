@@ -1,0 +1,50 @@
+"""The router's GEMM: float32 sums and results whatever the dtype of its operands, forward and backward.
+
+On CUDA the operands are bfloat16 (tensor cores, float32 accumulation and output), elsewhere they are float32. An
+explicit backward keeps float32 copies of x out of the saved tensors.
+
+Letters: T tokens, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_MM_HAS_OUT_DTYPE: Final = hasattr(torch.ops.aten.mm, "dtype")  # torch >= 2.8
+
+
+def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """x_TH @ weight_EH.T: [T, E] float32, from bfloat16 operands on CUDA and float32 operands elsewhere."""
+    return cast(Tensor, _RouterLogits.apply(x_TH, weight_EH))  # type: ignore[no-untyped-call]
+
+
+class _RouterLogits(torch.autograd.Function):
+    """logits_TE = x_TH @ weight_EH.T in float32; dx in x's dtype, dw in the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_EH)
+        return _mm_float32(x_TH, weight_EH.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TH, weight_EH = ctx.saved_tensors
+        grad_x = _mm_float32(grad_TE, weight_EH).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = _mm_float32(grad_TE.t(), x_TH).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with float32 sums and result: bfloat16 operands on CUDA, float32 operands elsewhere."""
+    with torch.autocast(device_type=a.device.type, enabled=False):  # backward may run inside the caller's autocast
+        if not a.is_cuda:
+            return torch.mm(a.float(), b.float())
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+        if _MM_HAS_OUT_DTYPE:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a.float(), b.float())
