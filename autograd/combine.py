@@ -90,5 +90,5 @@ def combine(
         backend.refuse("combine", error)
     wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
     joins_backward = backend.open_combine(handle, rows, weights, exact, wants_grad)
-    y: Tensor = Combine.apply(rows, weights, buffer.anchor if joins_backward else None, backend, handle, exact)
+    y: Tensor = Combine.apply(rows, weights, buffer.anchor if joins_backward else None, backend, handle, exact)  # type: ignore[no-untyped-call]
     return y

@@ -97,7 +97,7 @@ def dispatch(
         backend.refuse("dispatch", error)
     plan = backend.plan(request)
     joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
-    rows, row_weights = Dispatch.apply(x, weights, buffer.anchor if joins_backward else None, backend, plan)
+    rows, row_weights = Dispatch.apply(x, weights, buffer.anchor if joins_backward else None, backend, plan)  # type: ignore[no-untyped-call]
     return DispatchOutput(
         x=rows,
         topk_idx=plan.row_idx,

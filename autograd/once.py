@@ -40,7 +40,7 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Grads]], Call
                 return results
             # Someone builds a graph of the gradients (create_graph=True): let a second backward meet the sentence.
             return tuple(  # type: ignore[return-value]
-                None if result is None else _NotTwice.apply(result.detach().requires_grad_(), operation)
+                None if result is None else _NotTwice.apply(result.detach().requires_grad_(), operation)  # type: ignore[no-untyped-call]
                 for result in results
             )
 

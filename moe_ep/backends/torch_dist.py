@@ -117,7 +117,9 @@ class TorchDistBackend:
         words = torch.cat([ids_SK.int(), weights_SK.view(torch.int32)], dim=1)
         words = self._scatter(handle, words, "dispatch")
         num_topk = handle.num_topk
-        return words[:, :num_topk].long(), words[:, num_topk:].contiguous().view(weights_SK.dtype)
+        return words[:, :num_topk].long(), words[:, num_topk:].clone(memory_format=torch.contiguous_format).view(
+            weights_SK.dtype
+        )
 
     def _finish_plan(
         self, handle: DispatchHandle, request: DispatchRequest, idx_SK: Tensor, weights_SK: Tensor | None
