@@ -57,14 +57,14 @@ def load_config(
 
 def _compose(path: Path) -> yaml.Node:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
         raise _file_error(
             str(path), f"the configuration file cannot be read: {reason}. Give the path of a YAML file."
         ) from error
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        node = yaml.compose(content, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -83,6 +83,7 @@ def _compose(path: Path) -> yaml.Node:
 
 
 def _file_error(place: str, text: str) -> ConfigProblems:
+    """A problem that belongs to no setting."""
     return ConfigProblems([Problem((), text, place)])
 
 
@@ -92,9 +93,7 @@ def _world_size(given: int | None) -> int | None:
         return None
     if not text.isdecimal() or int(text) < 1:
         origin = "world_size" if given is not None else "the environment variable WORLD_SIZE"
-        raise ConfigProblems(
-            [Problem((), f"{origin} is {text}; set it to an integer of at least 1 (number of ranks).")]
-        )
+        raise _file_error("", f"{origin} is {text}; set it to an integer of at least 1 (the number of ranks).")
     return int(text)
 
 
@@ -105,6 +104,7 @@ class _Reader:
         self.file = file
         self.places: dict[SettingPath, str] = {(): file}
         self.problems: list[Problem] = []
+        self.unset: dict[SettingPath, Problem] = {}  # settings whose text needs a variable that is not there
 
     def read_root(self, node: yaml.Node) -> dict[str, object]:
         if not isinstance(node, yaml.MappingNode):
@@ -118,9 +118,8 @@ class _Reader:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                text = (
-                    f"{dotted(path) or 'the file'} has {_NODE_NAMES[type(key_node)]} as a key; write a setting's name."
-                )
+                kind, section = _NODE_NAMES[type(key_node)], dotted(path) or "the file"
+                text = f"{section} has {kind} as a key; write the name of a setting."
                 self.problems.append(Problem(path, text, self._place(key_node)))
                 continue
             key = key_node.value
@@ -156,8 +155,9 @@ class _Reader:
         try:
             text = substitute(text, os.environ)
         except ValueError as error:
-            self.problems.append(Problem(path, f"{dotted(path)} {error}", self.places[path]))
+            self.unset[path] = Problem(path, f"{dotted(path)} {error}", self.places[path])
             return
+        self.unset.pop(path, None)  # an override came after a text of the file
         values[path[-1]] = parse_scalar(text, field_kind(field), quoted) if field is not None else text
 
     def override(self, values: dict[str, object], key: str, text: str) -> None:
@@ -180,14 +180,15 @@ class _Reader:
 
     def build(self, values: dict[str, object]) -> Config:
         """The checked configuration; raises all problems of reading and of the model together."""
+        problems = [*self.problems, *self.unset.values()]
+        known = {problem.path for problem in problems}
         try:
             config = Config.model_validate(values)
         except ConfigProblems as error:
-            known = {problem.path for problem in self.problems}
-            found = [problem for problem in self.placed(error.problems) if problem.path not in known]
-            raise ConfigProblems([*self.problems, *found]) from None
-        if self.problems:
-            raise ConfigProblems(self.problems)
+            problems += [problem for problem in self.placed(error.problems) if problem.path not in known]
+            raise ConfigProblems(problems) from None
+        if problems:
+            raise ConfigProblems(problems)
         return config
 
     def placed(self, problems: tuple[Problem, ...] | list[Problem]) -> list[Problem]:
