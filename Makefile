@@ -87,7 +87,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(CSRC)
 	  || { echo "No package index here offers torch 2.13.0+cpu: installing torch 2.13.0, which is larger."; \
 	       $(BIN)/python -m pip install --quiet "torch==2.13.0"; }; \
 	fi
-	@$(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
+	@PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
 	@$(BIN)/python -c 'from moe_ep import _native; print(f"Installed moe_ep {_native.describe()}.")'
 	@touch $@
 

@@ -98,7 +98,8 @@ class NvccBuild(build_ext):
         archs = archs_to_build(nvcc)
         print(f"moe_ep: compiling csrc for {', '.join(archs)} with {nvcc}.")
         includes = ["-Icsrc", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-        defines = [f"-DMOE_EP_CUDA_ARCHS={','.join(archs)}"]
+        # Joined by +, because nvcc would take a comma for the end of the definition.
+        defines = [f"-DMOE_EP_CUDA_ARCHS={'+'.join(archs)}"]
         objects_dir = Path(self.build_temp)
         objects_dir.mkdir(parents=True, exist_ok=True)
         output = Path(self.get_ext_fullpath(ext.name))

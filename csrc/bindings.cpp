@@ -9,8 +9,8 @@
 #include "fp8_cast.h"
 #include "layout_count.h"
 
-#define MOE_EP_STRING_(...) #__VA_ARGS__
-#define MOE_EP_STRING(...) MOE_EP_STRING_(__VA_ARGS__)
+#define MOE_EP_STRING_(text) #text
+#define MOE_EP_STRING(text) MOE_EP_STRING_(text)
 
 namespace py = pybind11;
 

@@ -16,7 +16,7 @@ class NativeKernels(Protocol):
     """
 
     cuda_archs: str
-    """The GPU architectures that were compiled in, as in "sm_80,sm_90a"."""
+    """The GPU architectures that were compiled in, as in "sm_80+sm_90a"."""
 
     def fp8_cast_1x128(
         self,
@@ -85,8 +85,8 @@ def require() -> NativeKernels:
 
 
 def describe() -> str:
-    """How this install was made, for people: "with CUDA kernels for sm_80,sm_90a" or "as pure Python, ..."."""
+    """How this install was made, for people: "with CUDA kernels for sm_80, sm_90a" or "as pure Python, ..."."""
     kernels = load()
     if kernels is None:
         return "as pure Python, without CUDA kernels: no nvcc was used"
-    return f"with CUDA kernels for {kernels.cuda_archs}"
+    return f"with CUDA kernels for {kernels.cuda_archs.replace('+', ', ')}"
