@@ -3,7 +3,28 @@
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.dispatch import dispatch
 from moe_ep.buffer import Buffer
+from moe_ep.config import load_config
 from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.handle import DispatchHandle, DispatchOutput
+from moe_ep.layers.checkpoint import load_checkpoint, save_checkpoint
+from moe_ep.layers.experts import GroupedExperts
+from moe_ep.layers.moe import MoELayer
+from moe_ep.layers.router import TopKRouter
+from moe_ep.layers.shared_experts import SharedExperts
 
-__all__ = ["Buffer", "ConfigError", "DispatchHandle", "DispatchOutput", "EPTimeoutError", "combine", "dispatch"]
+__all__ = [
+    "Buffer",
+    "ConfigError",
+    "DispatchHandle",
+    "DispatchOutput",
+    "EPTimeoutError",
+    "GroupedExperts",
+    "MoELayer",
+    "SharedExperts",
+    "TopKRouter",
+    "combine",
+    "dispatch",
+    "load_checkpoint",
+    "load_config",
+    "save_checkpoint",
+]

@@ -1,0 +1,179 @@
+"""`MoELayer`: route, dispatch, run the experts, combine, and add the shared expert.
+
+Letters: T tokens of this rank, H hidden, E experts, K experts a token, R rows for the local experts, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_ep.autograd.combine import combine
+from moe_ep.autograd.dispatch import dispatch
+from moe_ep.buffer import Buffer
+from moe_ep.config import MoEConfig
+from moe_ep.errors import ConfigError
+from moe_ep.layers.experts import GroupedExperts
+from moe_ep.layers.router import TopKRouter
+from moe_ep.layers.shared_experts import SharedExperts
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts feed-forward layer; every rank of the EP group holds its own share of the experts.
+
+    y = sum_k weight_k * expert_k(x) + shared(x). Auxiliary losses ride on the gradient: there is nothing else to add to
+    the loss. Gradients of `experts` already are the sum over the tokens of all ranks of the EP group; those of the
+    router and the shared expert are this rank's part, as in any data-parallel module. So a loss that is averaged over
+    the W ranks asks for expert gradients divided by W, and for the others to be averaged over the ranks
+    (`moe_ep.parallel.reduce_gradients` does both).
+
+    Every rank must call the layer the same number of times, also with no tokens: each call is an exchange.
+
+    Args:
+        config: sizes, router, exchange and FP8 settings.
+        ep_group: the ranks that share the experts; None for one rank with all experts.
+        buffer: an exchange to share with other layers of the same `ep_group`; None makes one from `config.ep`.
+
+    Attributes:
+        router, experts, shared_experts (None without one): the parts, ordinary modules.
+        buffer: the exchange; `buffer.backend_name` says what "auto" chose.
+
+    Raises:
+        ConfigError: `config.ep.size` is not the size of `ep_group`, the backend is missing, or FP8 was asked for where
+            it cannot run.
+    """
+
+    def __init__(
+        self, config: MoEConfig, ep_group: dist.ProcessGroup | None = None, *, buffer: Buffer | None = None
+    ) -> None:
+        super().__init__()
+        _check_size(config, ep_group)
+        _check_fp8(config)
+        self.config = config
+        self.buffer = buffer or Buffer(
+            ep_group, backend=config.ep.backend, num_sms=config.ep.comm_sms, timeout_secs=config.ep.timeout_secs
+        )
+        placement = self.buffer.placement(config.num_experts)
+        self.router = TopKRouter(config, self.buffer)
+        self.experts = GroupedExperts(config, placement.experts_of(self.buffer.rank))
+        self.shared_experts = None if config.shared_ffn_hidden_size is None else SharedExperts(config)
+        self._last_rows = 0
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Applies the layer.
+
+        Args:
+            x: [..., H], the dtype of the parameters, or any row dtype under autocast. T = 0 is fine. For the
+                per-sequence loss a 3-dimensional x is [batch, sequence, H] (or [sequence, batch, H] with
+                `router.batch_first: false`), anything else one sequence.
+            padding_mask: bool of shape x.shape[:-1], True = padding: routed nowhere and counted nowhere.
+
+        Returns:
+            y, shape and dtype of x, also under autocast.
+
+        Raises:
+            ValueError: the last dimension is not H, or the mask does not fit.
+            EPTimeoutError: a rank of the group did not come.
+        """
+        if x.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"x has shape {list(x.shape)}, but this layer has hidden_size = {self.config.hidden_size}; the last "
+                "dimension must be that."
+            )
+        x_TH = x.reshape(-1, x.shape[-1])
+        mask_T = None if padding_mask is None else padding_mask.reshape(-1)
+        topk_idx, topk_weights = self.router(x_TH, mask_T, self._sequence_idx(x))
+        out = dispatch(
+            self.buffer,
+            x_TH,
+            topk_idx,
+            topk_weights,
+            num_experts=self.config.num_experts,
+            layout="expert_major",
+            alignment=self.config.ep.alignment,
+        )
+        counts = out.expert_offsets.diff().tolist() if out.tokens_per_expert is None else out.tokens_per_expert
+        self._last_rows = sum(counts)
+        rows_RH = self.experts(out.x, counts)
+        y_TH = combine(self.buffer, rows_RH, out.handle, out.topk_weights, exact=self.config.ep.exact)
+        if self.shared_experts is not None:
+            y_TH = y_TH + self.shared_experts(x_TH).to(y_TH.dtype)
+        return y_TH.reshape(x.shape)
+
+    def routing_stats(self) -> dict[str, Tensor]:
+        """What the last forward did on this rank, as detached tensors; no communication.
+
+        Returns:
+            `tokens_per_expert` [E] int64, routed pairs of this rank's tokens before capacity drops;
+            `max_over_mean_load` float32 scalar, its largest entry over its mean (1 is perfect; 0 without tokens);
+            `dropped` int64 scalar, pairs dropped by the capacity limit; `rows` int64 scalar, rows that this rank's
+            experts received, padding included; and one float32 scalar for each auxiliary loss that is switched on,
+            coefficient included (`aux_loss`, `seq_aux_loss`, `global_aux_loss`, `z_loss`). Sum `tokens_per_expert`
+            over the ranks for the load of the group.
+        """
+        counts_E = self.router.last_counts.detach().clone()
+        mean = counts_E.float().mean().clamp(min=1e-30)
+        return {
+            "tokens_per_expert": counts_E,
+            "max_over_mean_load": counts_E.max() / mean,
+            "dropped": self.router.last_dropped.detach().clone(),
+            "rows": torch.tensor(self._last_rows),
+            **{name: loss.detach().clone() for name, loss in self.router.last_losses.items()},
+        }
+
+    def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
+        """One step of aux-loss-free balancing: experts below the mean load get a higher bias. Collective.
+
+        Call it after `optimizer.step()`. It uses the tokens whose backward ran since the last call, so recompute,
+        evaluation and gradient accumulation are counted right.
+
+        Args:
+            group: the ranks whose tokens count together; None for the EP group. With data parallelism beside EP give
+                the group of all ranks, or their biases drift apart.
+        """
+        self.router.update_expert_bias(self.buffer.all_reduce if group is None else _sum_over(group))
+
+    def _sequence_idx(self, x: Tensor) -> Tensor | None:
+        """[T] number of each token's sequence, where a loss asks for it."""
+        if x.dim() != 3 or not self.config.router.seq_aux_loss_coef:
+            return None
+        first, second = x.shape[:2]
+        if self.config.router.batch_first:
+            return torch.arange(first, device=x.device).repeat_interleave(second)
+        return torch.arange(second, device=x.device).repeat(first)
+
+
+def _sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def all_reduce(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return all_reduce
+
+
+def _check_size(config: MoEConfig, ep_group: dist.ProcessGroup | None) -> None:
+    size = config.ep.size
+    if size == "auto":
+        return
+    if ep_group is None and size > 1:
+        raise ConfigError(
+            f"ep.size is {size}, but the layer was given no ep_group; call torch.distributed.init_process_group() and "
+            "pass a group of that many ranks, or set ep.size to 1."
+        )
+    actual = 1 if ep_group is None else dist.get_world_size(ep_group)
+    if size != actual:
+        raise ConfigError(
+            f"ep.size is {size}, but ep_group has {actual} ranks; pass a group of {size} ranks, or set ep.size to "
+            f"{actual} or auto."
+        )
+
+
+def _check_fp8(config: MoEConfig) -> None:
+    if config.fp8.recipe != "none":
+        raise ConfigError(
+            f"fp8.recipe is {config.fp8.recipe!r}, but this version runs experts in the dtype of their parameters "
+            "only; set fp8.recipe to none."
+        )
