@@ -1,6 +1,6 @@
 """Top-k router: which experts a token goes to and with which weight.
 
-Scores are float32. The expert bias and the groups decide only which experts are chosen; the weights come from the
+Scores are float32 (float64 for float64 x, chosen by their float32 values). The expert bias and the groups decide only which experts are chosen; the weights come from the
 unbiased scores and are differentiable. Selection is exact and deterministic (`moe_ep.layers.topk`), so recompute,
 other ranks and other devices choose the same experts from the same logits.
 
@@ -97,7 +97,8 @@ class TopKRouter(nn.Module):
                 None = one sequence.
 
         Returns:
-            (topk_idx_TK, topk_weights_TK): int64, best first, -1 where the slot is padding or dropped; float32.
+            (topk_idx_TK, topk_weights_TK): int64, best first, -1 where the slot is padding or dropped; float32 (float64
+            for float64 x).
 
         Raises:
             ValueError: a shape, dtype or device does not fit.
@@ -165,7 +166,7 @@ class TopKRouter(nn.Module):
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         options = self.options
-        choice_TE = scores_TE.detach()
+        choice_TE = scores_TE.detach().float()
         if self.expert_bias is not None:
             choice_TE = choice_TE + self.expert_bias
         mask_TE = None

@@ -1,7 +1,7 @@
 """The router's GEMM: float32 sums and results whatever the dtype of its operands, forward and backward.
 
-On CUDA the operands are bfloat16 (tensor cores, float32 accumulation and output), elsewhere they are float32. An
-explicit backward keeps float32 copies of x out of the saved tensors.
+On CUDA the operands are bfloat16 (tensor cores, float32 accumulation and output), elsewhere they are float32. A float64
+x asks for float64 throughout. An explicit backward keeps float32 copies of x out of the saved tensors.
 
 Letters: T tokens, H hidden, E experts.
 """
@@ -18,7 +18,7 @@ _MM_HAS_OUT_DTYPE: Final = hasattr(torch.ops.aten.mm, "dtype")  # torch >= 2.8
 
 
 def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    """x_TH @ weight_EH.T: [T, E] float32, from bfloat16 operands on CUDA and float32 operands elsewhere."""
+    """x_TH @ weight_EH.T: [T, E] float32, from bfloat16 operands on CUDA and float32 elsewhere; float64 for float64 x."""
     return cast(Tensor, _RouterLogits.apply(x_TH, weight_EH))  # type: ignore[no-untyped-call]
 
 
@@ -28,20 +28,22 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
-        return _mm_float32(x_TH, weight_EH.t())
+        return _mm(x_TH, weight_EH.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
-        grad_x = _mm_float32(grad_TE, weight_EH).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = _mm_float32(grad_TE.t(), x_TH).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
+        grad_x = _mm(grad_TE, weight_EH).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = _mm(grad_TE.t(), x_TH).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
-def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with float32 sums and result: bfloat16 operands on CUDA, float32 operands elsewhere."""
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with float32 sums and result, from bfloat16 operands on CUDA; in float64 where a or b is."""
     with torch.autocast(device_type=a.device.type, enabled=False):  # backward may run inside the caller's autocast
+        if torch.float64 in (a.dtype, b.dtype):
+            return torch.mm(a.double(), b.double())
         if not a.is_cuda:
             return torch.mm(a.float(), b.float())
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)

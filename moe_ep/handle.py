@@ -29,7 +29,7 @@ class DispatchHandle:
     Attributes:
         ranks: global ranks of the EP group; a buffer over other ranks refuses the handle.
         rank: this rank's place in the group.
-        uid: number of the dispatch; ranks that combine different dispatches find out by it.
+        uid: fingerprint of the routing of all ranks; ranks that combine different dispatches find out by it.
         placement: fingerprint of the expert placement.
         layout: "compact" (R = S) or "expert_major".
         num_tokens, num_topk, num_experts, num_rows: T, K, E, R.

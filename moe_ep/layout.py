@@ -29,6 +29,13 @@ def find_bad_id(topk_idx_TK: Tensor, num_experts: int) -> tuple[int, int, int] |
     return token, slot, int(topk_idx_TK[token, slot])
 
 
+def routing_fingerprint(topk_idx_TK: Tensor) -> int:
+    """A 62-bit number that tells the ids of one dispatch from those of another."""
+    flat = topk_idx_TK.reshape(-1).long() + 2
+    place = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x5851F42D4C957F2D  # wraps around, on purpose
+    return (int((flat * place).sum()) + flat.numel()) & (2**62 - 1)
+
+
 @dataclass(frozen=True, eq=False)
 class SendLayout:
     """The source's side of a dispatch.
@@ -53,7 +60,7 @@ def send_layout(topk_idx_TK: Tensor, placement: ExpertPlacement) -> SendLayout:
     slot_rank, slot_local = owner_E[ids_TK], local_E[ids_TK]
     ranks_W = torch.arange(placement.world_size, device=topk_idx_TK.device)
     goes_WT = torch.stack([(slot_rank == rank).any(dim=1) for rank in ranks_W])
-    send_token = goes_WT.nonzero()[:, 1].contiguous()
+    send_token = goes_WT.nonzero()[:, 1].clone()
     return SendLayout(slot_rank, slot_local, send_token, tuple(goes_WT.sum(dim=1).tolist()))
 
 

@@ -15,6 +15,12 @@ from functools import cached_property
 import torch
 
 
+def fingerprint_of(*values: object) -> int:
+    """A 62-bit number made of the values; the same on every rank, unlike `hash`."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
 @dataclass(frozen=True)
 class ExpertPlacement:
     """The owner of every expert in a group of `world_size` ranks.
@@ -71,8 +77,7 @@ class ExpertPlacement:
     @cached_property
     def fingerprint(self) -> int:
         """A 62-bit number that two ranks compare to see whether they place the experts alike."""
-        digest = hashlib.blake2b(repr((self.owner, self.world_size)).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2
+        return fingerprint_of(self.owner, self.world_size)
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(owner_E, local_E) int64 on `device`, each with one more entry of -1 that the id -1 falls on."""

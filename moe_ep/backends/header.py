@@ -56,6 +56,7 @@ class Header:
     status: int = OK
     x_needs_grad: int = 0
     weights_need_grad: int = 0
+    routing: int = 0
 
     def for_peers(self, num_rows: Sequence[int]) -> Tensor:
         """[W, fields] int64, one row a peer, each with its own `num_rows`."""
@@ -75,7 +76,7 @@ _MEANING = {
     "protocol": "the protocol version",
     "generation": "the generation (how often reset() ran)",
     "operation": "the operation",
-    "handle": "the dispatch that is combined",
+    "handle": "the routing of the dispatch that is combined",
     "hidden": "the hidden size H",
     "num_topk": "the slots a token K",
     "num_experts": "num_experts",

@@ -20,8 +20,16 @@ from moe_ep.backends.header import DTYPES, ERRORS, OK, OPERATIONS, Header, disag
 from moe_ep.backends.private_group import PrivateGroup
 from moe_ep.errors import ConfigError
 from moe_ep.handle import LAYOUTS, DispatchHandle
-from moe_ep.layout import SendLayout, expert_layout, find_bad_id, rows_for_peers, send_layout
+from moe_ep.layout import (
+    SendLayout,
+    expert_layout,
+    find_bad_id,
+    routing_fingerprint,
+    rows_for_peers,
+    send_layout,
+)
 from moe_ep.ordered_sum import OrderedSum, accumulation_dtype
+from moe_ep.placement import fingerprint_of
 
 
 class TorchDistBackend:
@@ -41,7 +49,6 @@ class TorchDistBackend:
             self.ranks, self.rank = self._group.ranks, self._group.rank
         else:
             self.ranks, self.rank = (0 if group is None else dist.get_rank(),), 0
-        self._num_dispatches = 0
         self._faults: list[str] = []
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
@@ -51,7 +58,6 @@ class TorchDistBackend:
         layout = send_layout(ids_TK, request.placement)
         header = Header(
             operation=OPERATIONS.index("dispatch"),
-            handle=self._num_dispatches + 1,
             hidden=request.x.shape[1],
             num_topk=ids_TK.shape[1],
             num_experts=request.placement.num_experts,
@@ -62,13 +68,13 @@ class TorchDistBackend:
             placement=request.placement.fingerprint,
             x_needs_grad=request.x_needs_grad,
             weights_need_grad=request.weights_need_grad,
+            routing=routing_fingerprint(ids_TK),
         )
         headers = self._exchange_headers(header, layout.send_counts, refusal)
-        self._num_dispatches += 1  # only now, so that the ranks count alike after a refused call
         handle = DispatchHandle(
             ranks=self.ranks,
             rank=self.rank,
-            uid=self._num_dispatches,
+            uid=fingerprint_of(*[peer.routing for peer in headers]),
             placement=request.placement.fingerprint,
             layout=request.layout,
             num_tokens=ids_TK.shape[0],
@@ -274,7 +280,6 @@ class TorchDistBackend:
 
     def reset(self) -> None:
         self._faults = []
-        self._num_dispatches = 0
         if self._group is not None:
             self._group.reopen()
 
