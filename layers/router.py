@@ -1,8 +1,9 @@
 """Top-k router: which experts a token goes to and with which weight.
 
-Scores are float32 (float64 for float64 x, chosen by their float32 values). The expert bias and the groups decide only which experts are chosen; the weights come from the
-unbiased scores and are differentiable. Selection is exact and deterministic (`moe_ep.layers.topk`), so recompute,
-other ranks and other devices choose the same experts from the same logits.
+Scores are float32 (float64 for float64 x, where the choice goes by their float32 values). The expert bias and the
+groups decide only which experts are chosen; the weights come from the unbiased scores and are differentiable.
+Selection is exact and deterministic (`moe_ep.layers.topk`), so recompute, other ranks and other devices choose the same
+experts from the same logits.
 
 Counting and auxiliary losses ride on the backward of the weights (`moe_ep.layers.balance`): nothing else to call.
 

@@ -18,7 +18,7 @@ _MM_HAS_OUT_DTYPE: Final = hasattr(torch.ops.aten.mm, "dtype")  # torch >= 2.8
 
 
 def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    """x_TH @ weight_EH.T: [T, E] float32, from bfloat16 operands on CUDA and float32 elsewhere; float64 for float64 x."""
+    """x_TH @ weight_EH.T: [T, E] float32, from bfloat16 operands on CUDA, float32 elsewhere; float64 if x is."""
     return cast(Tensor, _RouterLogits.apply(x_TH, weight_EH))  # type: ignore[no-untyped-call]
 
 
@@ -28,24 +28,23 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
-        return _mm(x_TH, weight_EH.t())
+        ctx.wide = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
+        return _mm(x_TH, weight_EH.t(), ctx.wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
-        grad_x = _mm(grad_TE, weight_EH).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = _mm(grad_TE.t(), x_TH).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
+        grad_x = _mm(grad_TE, weight_EH, ctx.wide).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = _mm(grad_TE.t(), x_TH, ctx.wide).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with float32 sums and result, from bfloat16 operands on CUDA; in float64 where a or b is."""
+def _mm(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a @ b with sums and result in `wide`; float32 sums take bfloat16 operands on CUDA."""
     with torch.autocast(device_type=a.device.type, enabled=False):  # backward may run inside the caller's autocast
-        if torch.float64 in (a.dtype, b.dtype):
-            return torch.mm(a.double(), b.double())
-        if not a.is_cuda:
-            return torch.mm(a.float(), b.float())
+        if wide == torch.float64 or not a.is_cuda:
+            return torch.mm(a.to(wide), b.to(wide))
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
         if _MM_HAS_OUT_DTYPE:
             return torch.mm(a, b, out_dtype=torch.float32)
