@@ -1,0 +1,1 @@
+"""The parts of `examples/pretrain.py`, one idea a file: data, model, ranks, training, run folder, picture."""
