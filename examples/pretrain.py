@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moe_ep import ConfigError, EPTimeoutError, load_config
-from moe_ep.config import Config, ModelConfig, TrainConfig
 from pretraining import data, plot
 from pretraining.ranks import Ranks, choose_device, start_ranks, stop_ranks, world_size
 from pretraining.report import Display, load_over, print_summary, warn
 from pretraining.run_folder import RunFolder
 from pretraining.trainer import Trainer, check_batch
+
+from moe_ep import ConfigError, EPTimeoutError, load_config
+from moe_ep.config import Config, ModelConfig, TrainConfig
 
 
 def main(arguments: list[str]) -> int:

@@ -55,7 +55,7 @@ def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def write_corpus(folder: Path, root: Path | None = None) -> None:
-    """Writes `train.bin` and `validation.bin` into `folder` where they are missing; each appears whole or not at all."""
+    """Writes `train.bin` and `validation.bin` into `folder` where they are missing, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = zip(("train", "validation"), split_files(library_files(root)), strict=True)
     for name, files in parts:
