@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_ep import ConfigError
 
 VALIDATION_EVERY = 10  # one file in ten is kept for validation
+BIGRAM_PIECE = 1 << 22  # pairs counted at once: each takes 8 bytes
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # installed by some only
 
 Bytes = NDArray[np.uint8]
@@ -112,8 +113,8 @@ class BigramTable:
 
     def __init__(self, train: Bytes) -> None:
         pairs = np.zeros(256 * 256, dtype=np.int64)
-        for begin in range(0, len(train) - 1, 1 << 22):  # in pieces: the pairs are 8 bytes each
-            piece = train[begin : begin + (1 << 22) + 1].astype(np.int64)
+        for begin in range(0, len(train) - 1, BIGRAM_PIECE):
+            piece = train[begin : begin + BIGRAM_PIECE + 1].astype(np.int64)
             pairs += np.bincount(piece[:-1] * 256 + piece[1:], minlength=256 * 256)
         counts = pairs.reshape(256, 256) + 1.0
         self.log_probs = np.log(counts / counts.sum(axis=1, keepdims=True))
