@@ -30,27 +30,32 @@ def save_checkpoint(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a checkpoint into the folder `path`. Collective over the default process group, if there is one.
+    """Writes a checkpoint into the folder `path`. Collective over `group`.
 
     Args:
         path: folder, the same on every rank; made if needed.
         module: any module that contains `MoELayer` or `GroupedExperts`.
         optimizer: its per-parameter state is stored too (not its hyperparameters).
-        extra: what else to keep, as JSON (a step number, say); rank 0's is written.
+        extra: what else to keep, as JSON (a step number, say); the first rank's is written.
+        group: the ranks that hold the model; None for all ranks, or this process alone without `torch.distributed`.
     """
     folder = Path(path)
     tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
     if optimizer is not None:
         tensors |= _optimizer_tensors(module, optimizer)
     folder.mkdir(parents=True, exist_ok=True)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
         (folder / _EXTRA).write_text(json.dumps(extra or {}))
-    save(tensors, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
+    save(tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=not dist.is_initialized())
 
 
 def load_checkpoint(
-    path: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint of any EP size into this rank's module and optimizer. Collective like `save_checkpoint`.
 
@@ -76,7 +81,7 @@ def load_checkpoint(
     _check_names(module, wanted, stored, folder)
     slots = [] if optimizer is None else list(_optimizer_slots(module, optimizer, stored))
     wanted |= {name: tensor for _, _, name, tensor in slots}
-    load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    load(wanted, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
     module.load_state_dict({name.removeprefix("model."): t for name, t in wanted.items() if name.startswith("model.")})
     if optimizer is not None:
         _fill_optimizer(optimizer, slots)
