@@ -1,4 +1,4 @@
-"""Runs a function on W ranks: a pool of gloo processes that lives as long as the test session.
+"""Runs a function on W ranks: a pool of processes (gloo, or NCCL with a GPU each) that lives as long as the session.
 
 Starting a process costs seconds, so the processes stay and every test borrows the first W of them. A test that passes
 its time limit, or kills a rank, costs its pool: the next test gets a new one.
@@ -33,11 +33,13 @@ class RankFailure(AssertionError):
     """A rank raised; the text holds every failed rank's traceback."""
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
     groups = {world: dist.new_group(list(range(world))) for world in WORLD_SIZES if world <= size}
     while True:
         try:
@@ -53,9 +55,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 
 
 class Pool:
-    """`size` processes in one gloo world."""
+    """`size` processes in one world."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
         context = multiprocessing.get_context("spawn")
         port = free_port()
@@ -63,7 +65,7 @@ class Pool:
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, backend), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

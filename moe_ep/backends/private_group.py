@@ -22,6 +22,7 @@ from moe_ep.errors import EPTimeoutError
 
 _TEXT_BYTES = 2048  # of an error sentence that travels to the other ranks
 _BLAME_SECS = 2.0  # how long a rank that timed out waits to hear which others did
+_WATCHDOG_SECS = 60.0  # NCCL's own limit lies this far behind ours: its watchdog ends the process, we raise
 
 
 class PrivateGroup:
@@ -58,7 +59,7 @@ class PrivateGroup:
         try:
             if self.uses_cuda:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
+                options._timeout = timeout + timedelta(seconds=_WATCHDOG_SECS)
                 return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         except (RuntimeError, ValueError) as error:
@@ -83,21 +84,26 @@ class PrivateGroup:
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def all_to_all(
-        self, send: Tensor, what: str, send_counts: Sequence[int], recv_counts: Sequence[int], out: Tensor | None = None
+        self,
+        send: Tensor,
+        what: str,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        host_waits: bool = False,
     ) -> Tensor:
         """Sends `send_counts[r]` rows of `send` (ordered by rank) to each rank r; returns the rows received.
 
-        Any dtype travels: the rows go as bytes. `out` may give the memory of the result.
+        Any dtype travels: the rows go as bytes. On CUDA the current stream waits for them, the host only if told to.
         """
         send = send.contiguous()
-        if out is None:
-            out = send.new_empty(sum(recv_counts), *send.shape[1:])
+        out = send.new_empty(sum(recv_counts), *send.shape[1:])
         rows_out, rows_in = _as_bytes(out), _as_bytes(send)
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=self.timeout_secs)
         self._run(
             what,
             lambda: self._group.alltoall_base(rows_out, rows_in, list(recv_counts), list(send_counts), options),
+            host_waits,
         )
         return out
 
@@ -105,7 +111,7 @@ class PrivateGroup:
         """One row of a small CPU table to each rank; the host waits for the rows of the others."""
         device = torch.device("cuda", torch.cuda.current_device()) if self.uses_cuda else torch.device("cpu")
         one_each = [1] * self.size
-        return self.all_to_all(table.to(device), what, one_each, one_each).cpu()
+        return self.all_to_all(table.to(device), what, one_each, one_each, host_waits=True).cpu()
 
     def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
         """Sums in place over the ranks."""
@@ -124,7 +130,7 @@ class PrivateGroup:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def _run(self, what: str, start: Callable[[], dist.Work]) -> None:
+    def _run(self, what: str, start: Callable[[], dist.Work], host_waits: bool = False) -> None:
         if self._dead is not None:
             raise EPTimeoutError(f"{what} was not started: {self._dead}. Call Buffer.reset() on every rank first.")
         self._num_calls += 1
@@ -133,11 +139,22 @@ class PrivateGroup:
             work = start()
             if self.uses_cuda:
                 work.wait()  # orders the current stream; the host goes on
+                if host_waits:
+                    self._poll(work)
             else:
                 work.wait(timedelta(seconds=self.timeout_secs))
         except RuntimeError as error:
             self._dead = self._sentence(what, time.monotonic() - began, error)
             raise EPTimeoutError(self._dead) from error
+
+    def _poll(self, work: dist.Work) -> None:
+        """Waits on the host for NCCL, whose own wait knows no limit; past it, frees the device from the collective."""
+        deadline = time.monotonic() + self.timeout_secs
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError(f"NCCL did not complete within {self.timeout_secs:g} s")
+            time.sleep(0)
 
     def _sentence(self, what: str, waited_secs: float, error: RuntimeError) -> str:
         missing = self._missing_ranks()

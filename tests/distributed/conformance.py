@@ -50,14 +50,15 @@ def check_round_trip(
     alignment: int,
     idx_dtype: torch.dtype = torch.int64,
     exact: bool = False,
+    device: str = "cpu",
 ) -> None:
-    """Forward bits, counts and order; combine bits; dx bits; dw against float64."""
+    """Forward bits, counts and order; combine bits; dx bits; dw against float64. The oracle runs on the CPU."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_experts = 2 * world + 1
     owner = owner_table(num_experts, world)
     inputs = make_inputs(routing, tokens, world, HIDDEN, NUM_TOPK, num_experts, dtype)
     expected = dispatch_loop([i for _, i, _ in inputs], [w for _, _, w in inputs], owner, layout, alignment)
-    x, idx, weights = (t.clone() for t in inputs[rank])
+    x, idx, weights = (t.to(device, copy=True) for t in inputs[rank])
     x.requires_grad_()
     weights.requires_grad_()
     with moe_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
@@ -69,7 +70,7 @@ def check_round_trip(
 
         weighted = layout == "expert_major"
         made = _payload(expected, dtype, seed=1)
-        rows = made[rank].clone().requires_grad_()
+        rows = made[rank].to(device, copy=True).requires_grad_()
         row_weights = out.topk_weights.detach().clone().requires_grad_() if weighted else None
         y = moe_ep.combine(buffer, rows, out.handle, row_weights, exact=exact)
         home = combine_loop(made, expected, [len(i) for _, i, _ in inputs], weighted, exact)
@@ -112,7 +113,7 @@ def _check_combine_gradient(
     """d_rows = round(weight * dy[source]), d_weight = <dy[source], row>; dy differs on every rank."""
     g = torch.Generator().manual_seed(2)
     grads = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x, _, _ in inputs]
-    y.backward(grads[rank])
+    y.backward(grads[rank].to(y.device))
     arrived = rows_of(expected[rank], grads)
     assert rows.grad is not None
     if row_weights is None:
@@ -123,7 +124,8 @@ def _check_combine_gradient(
     assert_same_bits(rows.grad, (arrived.to(wide) * weights).to(rows.dtype), "d_rows")
     assert row_weights.grad is not None
     assert row_weights.grad.dtype == wide
-    assert_close(row_weights.grad, (arrived.double() * rows.double()).sum(1), 1e-5, "d_weights of the rows")
+    products = (arrived.double() * rows.detach().cpu().double()).sum(1)
+    assert_close(row_weights.grad, products, 1e-5, "d_weights of the rows")
 
 
 def _check_dispatch_gradient(
@@ -143,7 +145,8 @@ def _check_dispatch_gradient(
         torch.randn((len(rows), NUM_TOPK) if layout == "compact" else (len(rows),), generator=g, dtype=torch.float64)
         for rows in expected
     ]
-    torch.autograd.backward([out.x, out.topk_weights], [grad_rows[rank], grad_weights[rank].to(weights.dtype)])
+    arriving = [grad_rows[rank].to(x.device), grad_weights[rank].to(x.device, weights.dtype)]
+    torch.autograd.backward([out.x, out.topk_weights], arriving)
     home = combine_loop(grad_rows, expected, [len(i) for _, i, _ in inputs], weighted=False)
     assert x.grad is not None
     assert_same_bits(x.grad, home[rank], "dx")
