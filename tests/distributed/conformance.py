@@ -40,7 +40,10 @@ def _payload(rows: list[list[LoopRow]], dtype: torch.dtype, seed: int) -> list[T
     return made
 
 
-def check_round_trip(
+Inputs = list[tuple[Tensor, Tensor, Tensor]]  # (x [T, H], topk_idx [T, K], topk_weights [T, K]) of every rank
+
+
+def check_routing(
     group: dist.ProcessGroup,
     backend: str,
     layout: str,
@@ -52,11 +55,28 @@ def check_round_trip(
     exact: bool = False,
     device: str = "cpu",
 ) -> None:
+    """`check_round_trip` for a named routing, with one expert more than two a rank."""
+    world = dist.get_world_size(group)
+    num_experts = 2 * world + 1
+    inputs = make_inputs(routing, tokens, world, HIDDEN, NUM_TOPK, num_experts, dtype)
+    check_round_trip(group, backend, layout, inputs, num_experts, alignment, idx_dtype, exact, device)
+
+
+def check_round_trip(
+    group: dist.ProcessGroup,
+    backend: str,
+    layout: str,
+    inputs: Inputs,
+    num_experts: int,
+    alignment: int,
+    idx_dtype: torch.dtype = torch.int64,
+    exact: bool = False,
+    device: str = "cpu",
+) -> None:
     """Forward bits, counts and order; combine bits; dx bits; dw against float64. The oracle runs on the CPU."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    num_experts = 2 * world + 1
     owner = owner_table(num_experts, world)
-    inputs = make_inputs(routing, tokens, world, HIDDEN, NUM_TOPK, num_experts, dtype)
+    dtype = inputs[0][0].dtype
     expected = dispatch_loop([i for _, i, _ in inputs], [w for _, _, w in inputs], owner, layout, alignment)
     x, idx, weights = (t.to(device, copy=True) for t in inputs[rank])
     x.requires_grad_()
@@ -86,7 +106,8 @@ def _check_received(
     assert_same_bits(out.x, rows_of(expected, x), "received rows")
     ids = [list(row.ids) for row in expected] if layout == "compact" else [row.ids[0] for row in expected]
     weights = [list(row.weights) for row in expected] if layout == "compact" else [row.weights[0] for row in expected]
-    shape = (len(expected), NUM_TOPK) if layout == "compact" else (len(expected),)
+    num_topk = out.handle.num_topk
+    shape = (len(expected), num_topk) if layout == "compact" else (len(expected),)
     assert out.topk_idx.tolist() == ids
     assert tuple(out.topk_idx.shape) == shape
     assert out.topk_weights is not None
@@ -142,7 +163,9 @@ def _check_dispatch_gradient(
     g = torch.Generator().manual_seed(4)
     assert out.topk_weights is not None
     grad_weights = [
-        torch.randn((len(rows), NUM_TOPK) if layout == "compact" else (len(rows),), generator=g, dtype=torch.float64)
+        torch.randn(
+            (len(rows), weights.shape[1]) if layout == "compact" else (len(rows),), generator=g, dtype=torch.float64
+        )
         for rows in expected
     ]
     arriving = [grad_rows[rank].to(x.device), grad_weights[rank].to(x.device, weights.dtype)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.conformance import check_round_trip
+from tests.distributed.conformance import check_routing
 from tests.ranks import WORLD_SIZES, Pools
 from tests.routing import ROUTINGS, TOKEN_COUNTS
 
@@ -20,15 +20,15 @@ def _every_routing(group: dist.ProcessGroup, backend: str, layout: str, dtype: t
     num_checks = 0
     for routing, tokens in itertools.product(ROUTINGS, TOKEN_COUNTS):
         for alignment in (1, 4):
-            check_round_trip(group, backend, layout, dtype, routing, tokens, alignment)
+            check_routing(group, backend, layout, dtype, routing, tokens, alignment)
             num_checks += 1
     return num_checks
 
 
 def _int32_and_exact(group: dist.ProcessGroup, backend: str) -> None:
     for routing in ROUTINGS:
-        check_round_trip(group, backend, "compact", torch.bfloat16, routing, "ragged", 1, idx_dtype=torch.int32)
-        check_round_trip(
+        check_routing(group, backend, "compact", torch.bfloat16, routing, "ragged", 1, idx_dtype=torch.int32)
+        check_routing(
             group, backend, "expert_major", torch.bfloat16, routing, "ragged", 4, idx_dtype=torch.int32, exact=True
         )
 
