@@ -12,9 +12,11 @@ The same command trains on GPUs where there are some. All settings are in the YA
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +33,26 @@ from moe_ep.config import Config, ModelConfig, TrainConfig
 def main(arguments: list[str]) -> int:
     """Runs the command; 0 when it went well, 2 for a wrong setting, 1 for a rank that did not come."""
     options = _parse(arguments)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank that is no news
     try:
         config, model, train = _load(options.config, options.set)
         device = choose_device(train.device)
         folder = RunFolder(Path(train.run_dir))
         checkpoint = None if options.resume is None else folder.find_checkpoint(options.resume)
-        ranks = start_ranks(device, config.moe.ep.size, config.moe.ep.timeout_secs)
-        _prepare(folder, checkpoint, ranks)
-        trainer = Trainer(config.moe, model, train, ranks, data.open_corpus(folder.data, train.seq_len))
-        first_step = 0 if checkpoint is None else _resume(trainer, folder, checkpoint)
     except ConfigError as error:
         warn(str(error))
         return 2
+    ranks = start_ranks(device, config.moe.ep.size, config.moe.ep.timeout_secs)
     try:
-        began = time.monotonic()
-        train_secs = _train(trainer, folder, first_step)
-        _finish(trainer, folder, (train.steps - first_step), train_secs, time.monotonic() - began)
+        _prepare(folder, checkpoint, ranks)
+        trainer = Trainer(config.moe, model, train, ranks, data.open_corpus(folder.data, train.seq_len))
+        first_step = 0 if checkpoint is None else _resume(trainer, folder, checkpoint)
+        _train(trainer, folder, first_step)
+    except ConfigError as error:
+        warn(str(error))
+        with contextlib.suppress(RuntimeError):  # all ranks see this: nobody leaves while another still connects
+            ranks.barrier()
+        return 2
     except EPTimeoutError as error:
         warn(f"rank {ranks.rank}: {error}")
         return 1
@@ -111,7 +117,14 @@ def _resume(trainer: Trainer, folder: RunFolder, checkpoint: Path) -> int:
     return step
 
 
-def _train(trainer: Trainer, folder: RunFolder, first_step: int) -> float:
+def _train(trainer: Trainer, folder: RunFolder, first_step: int) -> None:
+    """Trains up to the last step, then prints, draws and stores what came out."""
+    began = time.monotonic()
+    train_secs = _steps(trainer, folder, first_step)
+    _finish(trainer, folder, trainer.train_config.steps - first_step, train_secs, time.monotonic() - began)
+
+
+def _steps(trainer: Trainer, folder: RunFolder, first_step: int) -> float:
     """Steps, records, evaluations and checkpoints up to the last step; the seconds spent in steps alone."""
     train, main_rank = trainer.train_config, trainer.ranks.rank == 0
     tokens = train.global_batch_size * train.seq_len
@@ -160,12 +173,11 @@ def _finish(trainer: Trainer, folder: RunFolder, num_steps: int, train_secs: flo
     batches = [data.windows(trainer.corpus.validation, b, train.seq_len) for b in trainer.validation_batches()]
     bigram = sum(table.loss(inputs, targets) for inputs, targets in batches) / len(batches)
     drawn = plot.draw(records, bigram, folder.picture)
-    load, _ = load_over(records, train.steps)
     summary: dict[str, Any] = {
         "val_loss": validation,
         "bigram_loss": bigram,
         "val_loss_without_routed_experts": zeroed,
-        "max_over_mean_load": load,
+        "max_over_mean_load": load_over(records, train.steps),
         "tokens_per_sec": num_steps * train.global_batch_size * train.seq_len / train_secs if train_secs else 0.0,
         "seconds": seconds,
         "num_ranks": trainer.ranks.num_ranks,

@@ -114,7 +114,7 @@ class Transformer(nn.Module):
             ep_group, backend=moe.ep.backend, num_sms=moe.ep.comm_sms, timeout_secs=moe.ep.timeout_secs
         )
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        nn.init.normal_(self.embedding.weight, std=config.init_std)
+        nn.init.normal_(self.embedding.weight)  # of size 1, like what RMSNorm hands on: tokens differ from the start
         self.blocks = nn.ModuleList()
         for layer in range(config.num_layers):
             dense = layer < config.num_dense_layers

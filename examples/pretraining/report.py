@@ -58,15 +58,14 @@ class Display:
             print(f"step {record['step']:>5}/{self.num_steps}  {text}", flush=True)
 
 
-def load_over(records: list[dict[str, Any]], num_steps: int) -> tuple[float, int]:
-    """(largest max/mean expert load of any layer over the records of the last tenth of the steps, their number)."""
-    last = [record for record in records if record["step"] > 0.9 * num_steps]
-    layers = list(zip(*(record["tokens_per_expert"] for record in last), strict=True))
+def load_over(records: list[dict[str, Any]], num_steps: int) -> float:
+    """Largest max/mean expert load of any layer, counted over the records of the last tenth of the steps."""
+    last = [record["tokens_per_expert"] for record in records if record["step"] > 0.9 * num_steps]
     worst = 0.0
-    for counts_over_time in layers:
+    for counts_over_time in zip(*last, strict=True):  # one layer
         per_expert = [sum(counts) for counts in zip(*counts_over_time, strict=True)]
         worst = max(worst, max(per_expert) * len(per_expert) / max(sum(per_expert), 1))
-    return worst, len(last)
+    return worst
 
 
 def print_summary(summary: dict[str, Any]) -> None:
