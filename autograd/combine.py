@@ -83,7 +83,7 @@ def combine(
     try:
         buffer.check()
         handle = handle.unpack() if isinstance(handle, PackedHandle) else handle
-        check_handle(handle, backend.ranks, backend.rank)
+        check_handle(handle, backend.ranks, backend.rank, buffer.placement)
         check_combine(handle, rows, topk_weights, exact)
         weights = None if topk_weights is None else as_weights(topk_weights, rows.dtype, "topk_weights")
     except (TypeError, ValueError, RuntimeError) as error:

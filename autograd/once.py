@@ -16,12 +16,12 @@ class _NotTwice(torch.autograd.Function):
     """The identity, with a backward that says why there is none."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, operation: str) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, operation: str, *sources: Tensor) -> Tensor:
         ctx.operation = operation
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx: Any, *_grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *_grads: Tensor) -> tuple[None, ...]:
         raise RuntimeError(
             f"moe_ep.{ctx.operation} is not differentiable twice: its backward is an exchange between ranks that "
             "records no graph. Do not differentiate through a gradient that passed it (create_graph=True)."
@@ -39,8 +39,10 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Grads]], Call
             if not torch.is_grad_enabled():
                 return results
             # Someone builds a graph of the gradients (create_graph=True): let a second backward meet the sentence.
+            # What the gradients were made from stays attached, so that a search for any of it meets the sentence too.
+            sources = [source for source in (*grads, *ctx.saved_tensors) if source is not None and source.requires_grad]
             return tuple(  # type: ignore[return-value]
-                None if result is None else _NotTwice.apply(result.detach().requires_grad_(), operation)  # type: ignore[no-untyped-call]
+                None if result is None else _NotTwice.apply(result.detach().requires_grad_(), operation, *sources)  # type: ignore[no-untyped-call]
                 for result in results
             )
 

@@ -90,7 +90,7 @@ def _dispatch_fake(
         row_weights,
         ids(num_local, dtype=torch.int32),
         ids(num_local + 1, dtype=torch.int32),
-        torch.empty(13 + 3 * owner.group_size, dtype=torch.int64, device="cpu"),
+        torch.empty(13 + 4 * owner.group_size, dtype=torch.int64, device="cpu"),
         ids(topk_idx.shape, dtype=torch.int64),
         ids(num_sent, dtype=torch.int64),
         ids(0 if compact else num_rows, dtype=torch.int64),
@@ -151,7 +151,7 @@ def combine_op(
     unpacked = DispatchHandle.unpack(handle)
     try:
         BUFFERS[buffer].check()
-        check_handle(unpacked, backend.ranks, backend.rank)
+        check_handle(unpacked, backend.ranks, backend.rank, BUFFERS[buffer].placement)
         check_combine(unpacked, rows, topk_weights, exact)
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("combine", error)

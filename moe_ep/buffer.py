@@ -82,6 +82,7 @@ class Buffer:
         self._placement = (
             None if expert_placement is None else ExpertPlacement.of(expert_placement, self._backend_size())
         )
+        self._balanced: dict[int, ExpertPlacement] = {}
         self.key = next(_KEYS)
         BUFFERS[self.key] = self
 
@@ -136,7 +137,9 @@ class Buffer:
             ValueError: `expert_placement` was given for another number of experts.
         """
         if self._placement is None:
-            return ExpertPlacement.balanced(num_experts, self.group_size)
+            if num_experts not in self._balanced:
+                self._balanced[num_experts] = ExpertPlacement.balanced(num_experts, self.group_size)
+            return self._balanced[num_experts]
         if self._placement.num_experts != num_experts:
             raise ValueError(
                 f"num_experts is {num_experts}, but expert_placement of this buffer places "

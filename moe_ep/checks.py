@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,19 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def check_tensor(value: object, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {type(value).__name__}; give a torch.Tensor.")
+
+
+def check_int(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; give an int.")
+
+
 def check_rows(rows: Tensor, name: str) -> None:
     """[R, H] in one of the row dtypes."""
+    check_tensor(rows, name)
     if rows.dtype not in ROW_DTYPES:
         raise TypeError(f"{name} is {rows.dtype}; rows travel as {_names(ROW_DTYPES)}. Convert it first.")
     if rows.dim() != 2 or rows.shape[1] < 1:
@@ -31,6 +44,7 @@ def as_weights(weights: Tensor, rows_dtype: torch.dtype, name: str) -> Tensor:
 
     float16 and bfloat16 are cast (their gradient comes back in their own dtype, through the cast).
     """
+    check_tensor(weights, name)
     if weights.dtype not in ROW_DTYPES:
         raise TypeError(f"{name} is {weights.dtype}; weights are {_names(ROW_DTYPES)}. Convert it first.")
     if weights.dtype != torch.float64:
@@ -42,6 +56,7 @@ def as_weights(weights: Tensor, rows_dtype: torch.dtype, name: str) -> Tensor:
 
 def check_topk(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None) -> None:
     """topk_idx [T, K] int64 or int32 and topk_weights [T, K] that fit x [T, H]."""
+    check_tensor(topk_idx, "topk_idx")
     if topk_idx.dtype not in IDX_DTYPES:
         raise TypeError(f"topk_idx is {topk_idx.dtype}; expert ids are {_names(IDX_DTYPES)}. Convert it first.")
     if topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
@@ -55,6 +70,7 @@ def check_topk(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None) -> None
         raise ValueError(f"topk_idx is on {topk_idx.device} and x on {x.device}; put both on one device.")
     if topk_weights is None:
         return
+    check_tensor(topk_weights, "topk_weights")
     if topk_weights.shape != topk_idx.shape:
         raise ValueError(
             f"topk_weights has shape {list(topk_weights.shape)}, topk_idx {list(topk_idx.shape)}; they must be equal."
@@ -66,6 +82,9 @@ def check_topk(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None) -> None
 def check_layout(layout: str, alignment: int, max_rows: int | None) -> Layout:
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}.")
+    check_int(alignment, "alignment")
+    if max_rows is not None:
+        check_int(max_rows, "max_rows")
     if alignment < 1:
         raise ValueError(f"alignment is {alignment}; it must be at least 1 (1 = no padding).")
     if max_rows is not None and max_rows < 0:
@@ -100,14 +119,21 @@ def dispatch_request(
     )
 
 
-def check_handle(handle: DispatchHandle, ranks: tuple[int, ...], rank: int) -> None:
-    """The handle was made over the same ranks, on this rank."""
+def check_handle(
+    handle: DispatchHandle, ranks: tuple[int, ...], rank: int, placement: Callable[[int], ExpertPlacement]
+) -> None:
+    """The handle was made over the same ranks, on this rank, with the experts where `placement` has them."""
     if not isinstance(handle, DispatchHandle):
         raise TypeError(f"handle is {type(handle).__name__}; give the handle that dispatch returned.")
     if handle.ranks != ranks or handle.rank != rank:
         raise ValueError(
             f"the handle was made by rank {handle.rank} of an EP group of ranks {list(handle.ranks)}, this buffer is "
             f"rank {rank} of {list(ranks)}; give a handle from a buffer over the same ranks."
+        )
+    if handle.placement != placement(handle.num_experts).fingerprint:
+        raise ValueError(
+            f"the handle was made by a buffer that places its {handle.num_experts} experts differently; give both "
+            "buffers the same expert_placement."
         )
 
 
@@ -125,6 +151,8 @@ def check_combine(handle: DispatchHandle, rows: Tensor, weights: Tensor | None, 
             f"combine got {given} with a handle of layout 'compact', whose rows stand for several experts; use "
             "layout='expert_major' in dispatch, or apply the weights before combine."
         )
+    if weights is not None:
+        check_tensor(weights, "topk_weights")
     if weights is not None and weights.shape != (handle.num_rows,):
         raise ValueError(
             f"topk_weights has shape {list(weights.shape)}, but the handle stands for {handle.num_rows} rows; give "

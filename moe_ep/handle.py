@@ -37,6 +37,7 @@ class DispatchHandle:
         x_needs_grad, weights_need_grad: whether any rank wants that gradient, so that all join its backward.
         overflowed: `max_rows` was too small here; the float outputs are NaN.
         send_counts, recv_counts: compact rows to and from each rank.
+        recv_pairs: (row, slot) pairs for local experts from each rank.
         slot_rank: [T, K] int64, rank of the expert in each slot of this rank's tokens, -1 for none.
         send_token: [S_send] int64, source token of the rows sent, ascending in (rank, token).
         row_pair: [R] int64, expert_major only: `compact row * K + slot` of a row, -1 for padding; empty if compact.
@@ -57,6 +58,7 @@ class DispatchHandle:
     overflowed: bool
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
+    recv_pairs: tuple[int, ...]
     slot_rank: Tensor
     send_token: Tensor
     row_pair: Tensor
@@ -92,7 +94,7 @@ class DispatchHandle:
         numbers = [
             world, self.rank, self.uid, self.placement, LAYOUTS.index(self.layout), self.num_tokens, self.num_topk,
             self.num_experts, self.num_rows, self.alignment, self.x_needs_grad, self.weights_need_grad,
-            self.overflowed, *self.ranks, *self.send_counts, *self.recv_counts,
+            self.overflowed, *self.ranks, *self.send_counts, *self.recv_counts, *self.recv_pairs,
         ]  # fmt: skip
         return torch.tensor(numbers, dtype=torch.int64), self.slot_rank, self.send_token, self.row_pair
 
@@ -102,10 +104,10 @@ class DispatchHandle:
         host, slot_rank, send_token, row_pair = tensors
         numbers = [int(n) for n in host.tolist()]
         world, rank, uid, placement, layout, tokens, topk, experts, rows, alignment, x_grad, w_grad, over = numbers[:13]
-        ranks, sent, received = (tuple(numbers[13 + i * world : 13 + (i + 1) * world]) for i in range(3))
+        ranks, sent, received, pairs = (tuple(numbers[13 + i * world : 13 + (i + 1) * world]) for i in range(4))
         return cls(
             ranks, rank, uid, placement, LAYOUTS[layout], tokens, topk, experts, rows, alignment, bool(x_grad),
-            bool(w_grad), bool(over), sent, received, slot_rank, send_token, row_pair,
+            bool(w_grad), bool(over), sent, received, pairs, slot_rank, send_token, row_pair,
         )  # fmt: skip
 
 

@@ -33,7 +33,10 @@ def routing_fingerprint(topk_idx_TK: Tensor) -> int:
     """A 62-bit number that tells the ids of one dispatch from those of another."""
     flat = topk_idx_TK.reshape(-1).long() + 2
     place = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x5851F42D4C957F2D  # wraps around, on purpose
-    return (int((flat * place).sum()) + flat.numel()) & (2**62 - 1)
+    mixed = (flat + place) * 0x2545F4914F6CDD1D
+    mixed = (mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85
+    mixed = mixed ^ (mixed >> 32)
+    return (int(mixed.sum()) + flat.numel()) & (2**62 - 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,6 +46,8 @@ class ExpertPlacement:
     @classmethod
     def balanced(cls, num_experts: int, world_size: int) -> ExpertPlacement:
         """Contiguous blocks whose sizes differ by at most one, the larger ones first."""
+        if not isinstance(num_experts, int):
+            raise TypeError(f"num_experts is {num_experts!r}; give an int.")
         if num_experts < 1:
             raise ValueError(f"num_experts is {num_experts}; at least 1 expert is needed.")
         base, extra = divmod(num_experts, world_size)

@@ -7,7 +7,8 @@ for the headers, one for ids and weights, one for the rows. Rows cross once per 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.header import DTYPES, ERRORS, OK, OPERATIONS, Header, disagreement, status_of
 from moe_ep.backends.private_group import PrivateGroup
-from moe_ep.errors import ConfigError
+from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.layout import (
     SendLayout,
@@ -87,12 +88,14 @@ class TorchDistBackend:
             overflowed=False,
             send_counts=layout.send_counts,
             recv_counts=tuple(peer.num_rows for peer in headers),
+            recv_pairs=(),
             slot_rank=layout.slot_rank,
             send_token=layout.send_token,
             row_pair=layout.send_token.new_empty(0),
         )
-        idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
-        return self._finish_plan(handle, request, idx_SK, weights_SK)
+        with self._committed("dispatch"):
+            idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
+            return self._finish_plan(handle, request, idx_SK, weights_SK)
 
     def _checked_ids(self, request: DispatchRequest) -> tuple[Tensor, Exception | None]:
         """The ids, with the bad ones turned to -1, and the error to raise for them."""
@@ -151,10 +154,13 @@ class TorchDistBackend:
             row_idx = _resize(row_idx, num_rows, -1)
             row_pair = _resize(row_pair, num_rows, -1) if expert_major else row_pair
             if row_weights is not None:
-                row_weights = _resize(row_weights, num_rows, float("nan") if overflowed else 0)
+                row_weights = _resize(row_weights, num_rows, 0)
+                if overflowed:
+                    row_weights = torch.full_like(row_weights, float("nan"))
         offsets = torch.zeros(num_local + 1, dtype=torch.int32, device=idx_SK.device)
         offsets[1:] = torch.cumsum(experts.padded_counts, 0)
-        handle = replace(handle, num_rows=num_rows, overflowed=overflowed, row_pair=row_pair)
+        pairs = tuple(int((ids >= 0).sum()) for ids in torch.split(idx_SK, list(handle.recv_counts)))
+        handle = replace(handle, num_rows=num_rows, overflowed=overflowed, row_pair=row_pair, recv_pairs=pairs)
         waits = request.max_rows is None
         return DispatchPlan(
             handle=handle,
@@ -167,6 +173,11 @@ class TorchDistBackend:
         )
 
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+        with self._committed("dispatch"):
+            return self._rows_of(handle, x)
+
+    def _rows_of(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+        """[T, H] at the sources -> [R, H] here, as the layout wants them."""
         if handle.overflowed:
             self._scatter_rows(handle, x)
             return x.new_full((handle.num_rows, x.shape[1]), float("nan"))
@@ -181,23 +192,25 @@ class TorchDistBackend:
         if not (handle.x_needs_grad or handle.weights_need_grad):
             return None, None
         self._open("dispatch backward", handle, grad_rows)
-        grad_x = self._sum_home(handle, grad_rows, None, "dispatch backward") if handle.x_needs_grad else None
-        grad_weights = None
-        if handle.weights_need_grad and grad_row_weights is not None:
-            grad_weights = self._gather_weights(handle, grad_row_weights)
+        grad_x = grad_weights = None
+        with self._committed("dispatch backward"):
+            if handle.x_needs_grad:
+                grad_x = self._sum_home(handle, grad_rows, None, "dispatch backward")
+            if handle.weights_need_grad and grad_row_weights is not None:
+                grad_weights = self._gather_weights(handle, grad_row_weights)
         return grad_x, grad_weights
 
     def _gather_weights(self, handle: DispatchHandle, grad_row_weights: Tensor) -> Tensor:
         """Brings the weights' gradients back to the slots that they belong to: one term a slot, so no sum."""
         num_topk = handle.num_topk
-        if handle.layout == "compact":
+        if handle.overflowed:
+            grad_SK = grad_row_weights.new_full((handle.num_compact_rows, num_topk), float("nan"))
+        elif handle.layout == "compact":
             grad_SK = grad_row_weights[: handle.num_compact_rows]
         else:
             grad_SK = grad_row_weights.new_zeros(handle.num_compact_rows * num_topk)
             grad_SK[handle.row_pair[handle.real_rows]] = grad_row_weights[handle.real_rows]
             grad_SK = grad_SK.view(-1, num_topk)
-        if handle.overflowed:
-            grad_SK = torch.full_like(grad_SK, float("nan"))
         back_SK = self._gather(handle, grad_SK, "dispatch backward")
         rank_S = torch.repeat_interleave(torch.tensor(handle.send_counts, device=back_SK.device))
         mine_SK = handle.slot_rank.index_select(0, handle.send_token) == rank_S.unsqueeze(1)
@@ -215,7 +228,10 @@ class TorchDistBackend:
         return any(peer.x_needs_grad for peer in headers)
 
     def combine(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool) -> Tensor:
-        return self._combine_exact(handle, rows, weights) if exact else self._sum_home(handle, rows, weights, "combine")
+        with self._committed("combine"):
+            if exact:
+                return self._combine_exact(handle, rows, weights)
+            return self._sum_home(handle, rows, weights, "combine")
 
     def _sum_home(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, what: str) -> Tensor:
         """Adds up the rows of each (token, rank) here, brings the sums home and adds them in rank order."""
@@ -229,22 +245,19 @@ class TorchDistBackend:
 
     def _combine_exact(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Brings every (token, slot) row home unreduced and adds in slot order, so that W cannot show."""
-        pair, by_pair = torch.sort(handle.row_pair[handle.real_rows])
-        row_of_pair = handle.real_rows[by_pair]
-        source_of_pair = torch.repeat_interleave(torch.tensor(handle.recv_counts, device=rows.device))[
-            torch.div(pair, handle.num_topk, rounding_mode="floor")
-        ]
-        here = torch.bincount(source_of_pair, minlength=len(self.ranks)).tolist()
         ranks_W = torch.arange(len(self.ranks), device=rows.device)
         slots = (handle.slot_rank.unsqueeze(0) == ranks_W.view(-1, 1, 1)).nonzero()  # (rank, token, slot), ascending
         home = torch.bincount(slots[:, 0], minlength=len(self.ranks)).tolist()
-        send = rows.index_select(0, row_of_pair)
-        scale = None if weights is None else weights.index_select(0, row_of_pair)
         if handle.overflowed:
-            send = rows.new_full((sum(here), rows.shape[1]), float("nan"))
+            send = rows.new_full((sum(handle.recv_pairs), rows.shape[1]), float("nan"))
+            scale = None if weights is None else weights.new_full((sum(handle.recv_pairs),), float("nan"))
+        else:
+            row_of_pair = handle.real_rows[torch.argsort(handle.row_pair[handle.real_rows])]
+            send = rows.index_select(0, row_of_pair)
+            scale = None if weights is None else weights.index_select(0, row_of_pair)
         if self._group is not None:
-            send = self._group.all_to_all(send, "combine", here, home)
-            scale = None if scale is None else self._group.all_to_all(scale, "combine", here, home)
+            send = self._group.all_to_all(send, "combine", handle.recv_pairs, home)
+            scale = None if scale is None else self._group.all_to_all(scale, "combine", handle.recv_pairs, home)
         in_slot_order = torch.argsort(slots[:, 1] * handle.num_topk + slots[:, 2])
         return OrderedSum.from_terms(slots[in_slot_order, 1], in_slot_order, handle.num_tokens)(send, scale)
 
@@ -252,7 +265,8 @@ class TorchDistBackend:
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         self._open("combine backward", handle, grad_y)
-        grad_RH = self.dispatch(handle, grad_y)
+        with self._committed("combine backward"):
+            grad_RH = self._rows_of(handle, grad_y)
         if weights is None:
             return grad_RH, None
         wide = accumulation_dtype(grad_RH.dtype)
@@ -265,7 +279,11 @@ class TorchDistBackend:
     # -- the group --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        header = Header(operation=OPERATIONS.index("all_reduce"), hidden=tensor.numel())
+        header = Header(
+            operation=OPERATIONS.index("all_reduce"),
+            hidden=tensor.numel(),
+            dtype=DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else len(DTYPES) + tensor.element_size(),
+        )
         self._exchange_headers(header, [0] * len(self.ranks), None)
         return tensor if self._group is None else self._group.all_reduce(tensor, "all_reduce")
 
@@ -286,6 +304,16 @@ class TorchDistBackend:
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
+
+    @contextmanager
+    def _committed(self, operation: str) -> Iterator[None]:
+        """Past the headers the other ranks count on this one: if it fails now, the group carries nothing more."""
+        try:
+            yield
+        except Exception as error:
+            if self._group is not None and not isinstance(error, EPTimeoutError):
+                self._group.break_off(f"{operation} failed on this rank after the ranks had agreed on it: {error}")
+            raise
 
     def _open(
         self,
@@ -326,10 +354,9 @@ class TorchDistBackend:
         refusing = [rank for rank, peer in enumerate(headers) if peer.status != OK]
         if refusing:
             texts = self._group.exchange_text("" if refusal is None else str(refusal), operation)
-            if refusal is not None:
-                raise refusal
             rank = refusing[0]
-            raise (ERRORS[headers[rank].status] or RuntimeError)(f"EP rank {rank} refused {operation}: {texts[rank]}")
+            kind = ERRORS[headers[rank].status] or RuntimeError
+            raise kind(f"EP rank {rank} refused {operation}: {texts[rank]}") from refusal
         sentence = disagreement(headers)
         if sentence is not None:
             raise ConfigError(f"{operation}: {sentence}")
