@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from moe_ep.backends.meeting import meet
 from moe_ep.errors import EPTimeoutError
 
 _TEXT_BYTES = 2048  # of an error sentence that travels to the other ranks
@@ -44,45 +45,12 @@ class PrivateGroup:
         self._num_calls = 0
         name = "moe_ep/" + "-".join(str(rank) for rank in self.ranks)
         store = c10d.PrefixStore(name, c10d._get_default_store())
-        self._store = c10d.PrefixStore(str(self._meet(store, timeout_secs)), store)
+        self._store = c10d.PrefixStore(str(meet(store, self.ranks, self.rank, timeout_secs)), store)
         self._group = self._open()
 
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    def _meet(self, store: c10d.Store, limit_secs: float) -> int:
-        """Waits for all ranks on the store; a number that all get alike and that no other meeting had.
-
-        Each rank lays down a ticket; rank 0 answers every ticket with the number once all lie there. A rank that gives
-        up takes its ticket back (it leaves 0), so the next meeting starts clean, whoever missed this one.
-        """
-        ticket = store.add(f"tickets-of-{self.rank}", 1)
-        answer, deadline = f"answer-{self.rank}-{ticket}", time.monotonic() + limit_secs
-        store.set(f"here-{self.rank}", str(ticket))
-
-        def lying() -> list[int]:
-            keys = [f"here-{rank}" for rank in range(self.size)]
-            return [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-
-        while not store.check([answer]):
-            if self.rank == 0 and all(tickets := lying()):
-                number = store.add("meetings", 1)
-                for rank, theirs in enumerate(tickets):
-                    store.set(f"here-{rank}", "0")
-                    store.set(f"answer-{rank}-{theirs}", str(number))
-            elif time.monotonic() > deadline:
-                missing = [rank for rank, theirs in enumerate(lying()) if not theirs]
-                store.set(f"here-{self.rank}", "0")
-                self._dead = (
-                    f"opening the EP group of ranks {list(self.ranks)} did not end within {limit_secs:g} s: rank "
-                    f"{', '.join(map(str, missing))} did not take part. Every rank must construct its Buffer, and call "
-                    "reset(), together"
-                )
-                raise EPTimeoutError(f"{self._dead}.")
-            else:
-                time.sleep(0.001)
-        return int(store.get(answer))
 
     def _open(self) -> Any:  # ProcessGroupGloo or ProcessGroupNCCL; torch ships no stubs for their methods
         store = c10d.PrefixStore(f"generation-{self.generation}", self._store)
@@ -103,7 +71,7 @@ class PrivateGroup:
     def reopen(self) -> None:
         """Meets the other ranks on a fresh group and raises the generation. Collective."""
         # Another rank may still wait in a call, and then find out who is missing, before it comes here.
-        self.generation = self._meet(self._store, 2 * self.timeout_secs + _BLAME_SECS)
+        self.generation = meet(self._store, self.ranks, self.rank, 2 * self.timeout_secs + _BLAME_SECS)
         self._group = self._open()
         self._dead = None
         self._run("reset", lambda: self._group.barrier(dist.BarrierOptions()))
