@@ -38,8 +38,8 @@ def meet(store: Store, ranks: Sequence[int], rank: int, limit_secs: float) -> in
             missing = [str(peer) for peer, theirs in enumerate(_lying(store, size)) if not theirs]
             store.set(f"here-{rank}", "0")
             raise EPTimeoutError(
-                f"the EP group of ranks {list(ranks)} did not meet within {limit_secs:g} s: rank {', '.join(missing)} did not "
-                "take part. Every rank must construct its Buffer, and call reset(), together."
+                f"the EP group of ranks {list(ranks)} did not meet within {limit_secs:g} s: rank {', '.join(missing)} "
+                "did not take part. Every rank must construct its Buffer, and call reset(), together."
             )
         else:
             time.sleep(_POLL_SECS)
