@@ -18,7 +18,9 @@ moe:
 """
 
 
-def load_text(folder: Path, text: str, overrides: dict[str, str] | None = None, world_size: int | None = None) -> Config:
+def load_text(
+    folder: Path, text: str, overrides: dict[str, str] | None = None, world_size: int | None = None
+) -> Config:
     """Load `text`, written to `config.yaml` in `folder`."""
     file = folder / "config.yaml"
     file.write_text(textwrap.dedent(text), encoding="utf-8")
