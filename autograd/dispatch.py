@@ -91,7 +91,9 @@ def dispatch(
     try:
         buffer.check()
         placement = buffer.placement(num_experts)
-        request = dispatch_request(x, topk_idx, topk_weights, placement, layout, alignment, max_rows)
+        request = dispatch_request(
+            x, topk_idx, topk_weights, placement, layout, alignment, max_rows, buffer.num_channels
+        )
         weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("dispatch", error)

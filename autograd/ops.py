@@ -16,9 +16,7 @@ from torch import Tensor
 from moe_ep.backends.base import Backend
 from moe_ep.buffer import BUFFERS, Buffer
 from moe_ep.checks import as_weights, check_combine, check_handle, dispatch_request
-from moe_ep.handle import DispatchHandle, DispatchOutput, PackedHandle
-
-NUM_HANDLE_TENSORS = 4
+from moe_ep.handle import NUM_HANDLE_TENSORS, DispatchHandle, DispatchOutput, PackedHandle, num_handle_numbers
 
 
 def _backend(key: int) -> Backend:
@@ -50,7 +48,9 @@ def dispatch_op(
     try:
         BUFFERS[buffer].check()
         placement = BUFFERS[buffer].placement(num_experts)
-        request = dispatch_request(x, topk_idx, topk_weights, placement, layout, alignment, max_rows)
+        request = dispatch_request(
+            x, topk_idx, topk_weights, placement, layout, alignment, max_rows, BUFFERS[buffer].num_channels
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("dispatch", error)
     request = replace(request, x_needs_grad=x_needs_grad, weights_need_grad=weights_need_grad)
@@ -78,7 +78,7 @@ def _dispatch_fake(
     num_local = len(owner.placement(num_experts).experts_of(owner.rank))
     context = torch.library.get_ctx()
     num_rows = context.new_dynamic_size() if max_rows is None else max_rows
-    num_sent = context.new_dynamic_size()
+    num_sent, num_received = context.new_dynamic_size(), context.new_dynamic_size()
     num_topk = topk_idx.shape[1]
     compact = layout == "compact"
     per_row = (num_rows, num_topk) if compact else (num_rows,)
@@ -90,9 +90,10 @@ def _dispatch_fake(
         row_weights,
         ids(num_local, dtype=torch.int32),
         ids(num_local + 1, dtype=torch.int32),
-        torch.empty(13 + 4 * owner.group_size, dtype=torch.int64, device="cpu"),
+        torch.empty(num_handle_numbers(owner.group_size), dtype=torch.int64, device="cpu"),
         ids(topk_idx.shape, dtype=torch.int64),
         ids(num_sent, dtype=torch.int64),
+        ids(num_received, dtype=torch.int32),
         ids(0 if compact else num_rows, dtype=torch.int64),
     ]
 

@@ -1,10 +1,13 @@
 """A drop-in Mixture-of-Experts layer with expert parallelism for pretraining."""
 
+from moe_ep import utils
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.dispatch import dispatch
 from moe_ep.buffer import Buffer
 from moe_ep.config import load_config
+from moe_ep.dispatch_config import Config, topk_idx_t
 from moe_ep.errors import ConfigError, EPTimeoutError
+from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchOutput
 from moe_ep.layers.checkpoint import load_checkpoint, save_checkpoint
 from moe_ep.layers.experts import GroupedExperts
@@ -14,10 +17,13 @@ from moe_ep.layers.shared_experts import SharedExperts
 
 __all__ = [
     "Buffer",
+    "Config",
     "ConfigError",
     "DispatchHandle",
     "DispatchOutput",
     "EPTimeoutError",
+    "EventHandle",
+    "EventOverlap",
     "GroupedExperts",
     "MoELayer",
     "SharedExperts",
@@ -27,4 +33,6 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "save_checkpoint",
+    "topk_idx_t",
+    "utils",
 ]

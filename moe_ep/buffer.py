@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep._native import load as load_native
 from moe_ep.backends.base import Backend
 from moe_ep.backends.torch_dist import TorchDistBackend
 from moe_ep.errors import ConfigError
+from moe_ep.normal_mode import NormalMode
 from moe_ep.placement import ExpertPlacement
 
 BACKENDS = ("auto", "torch", "intranode", "internode")
@@ -24,7 +26,7 @@ BUFFERS: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary(
 _KEYS = itertools.count(1)
 
 
-class Buffer:
+class Buffer(NormalMode):
     """Exchanges rows of tokens between the ranks of an EP group.
 
     All ranks of the group construct it together and then call the same operations in the same order. Two buffers with
@@ -35,6 +37,7 @@ class Buffer:
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
             allow_mnnvl, explicitly_destroy, enable_shrink: arguments of DeepEP V1, accepted and without effect here:
             memory grows with need and byte sizes limit nothing.
+        comm: DeepEP's mpi4py communicator; refused, give a torch.distributed group.
         backend: "torch" (torch.distributed: gloo on CPU, NCCL on CUDA), "intranode", "internode", or "auto" for the
             fastest one that this machine can run. What was chosen is `buffer.backend_name`.
         expert_placement: E group ranks, the owner of each expert; None for the balanced contiguous split.
@@ -60,12 +63,17 @@ class Buffer:
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
+        comm: object | None = None,
         *,
         backend: str = "auto",
         expert_placement: Sequence[int] | None = None,
         num_sms: int | None = None,
         timeout_secs: float = 100.0,
     ) -> None:
+        if comm is not None:
+            raise ConfigError(
+                "comm was given; this library meets over torch.distributed. Pass a process group as group."
+            )
         if not timeout_secs > 0:
             raise ConfigError(f"timeout_secs is {timeout_secs}; it must be above 0 seconds.")
         if num_sms is not None and num_sms < 1:
@@ -82,6 +90,7 @@ class Buffer:
         self._placement = (
             None if expert_placement is None else ExpertPlacement.of(expert_placement, self._backend_size())
         )
+        self._scratch: dict[bool, Tensor] = {}
         self._balanced: dict[int, ExpertPlacement] = {}
         self.key = next(_KEYS)
         BUFFERS[self.key] = self
@@ -118,6 +127,11 @@ class Buffer:
     def num_sms(self) -> int:
         """SM budget of this buffer: its own, else the class-wide default, read at each call."""
         return self._default_num_sms if self._num_sms is None else self._num_sms
+
+    @property
+    def num_channels(self) -> int:
+        """DeepEP V1's channels, two SMs each; only the tuple form of a handle knows them."""
+        return max(1, self.num_sms // 2)
 
     @classmethod
     def set_num_sms(cls, num_sms: int) -> None:
@@ -186,6 +200,47 @@ class Buffer:
         if not self._closed:
             self._closed = True
             self._backend.close()
+
+    def destroy(self) -> None:
+        """`close` under DeepEP V1's name."""
+        self.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether the CUDA extension is built and loads here."""
+        return load_native() is not None
+
+    def get_comm_stream(self) -> torch.cuda.Stream | None:
+        """The stream that communication runs on: the current one with the torch backend, None without CUDA."""
+        return torch.cuda.current_stream() if self._device().type == "cuda" else None
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """Scratch memory of `num_nvl_bytes` (or `num_rdma_bytes`) bytes of this rank, from byte `offset` on.
+
+        Args:
+            dtype: to view it as.
+            size: shape of the view; None for all of it, flat.
+            offset: in bytes, a multiple of the element size.
+            use_rdma_buffer: take the memory of `num_rdma_bytes`.
+
+        Raises:
+            ValueError: the view does not fit.
+        """
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        scratch = self._scratch.get(use_rdma_buffer)
+        if scratch is None:
+            scratch = self._scratch[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device())
+        usable = (num_bytes - offset) // dtype.itemsize * dtype.itemsize
+        wanted = usable if size is None else size.numel() * dtype.itemsize
+        if offset < 0 or offset % dtype.itemsize or wanted > usable:
+            raise ValueError(
+                f"a view of {wanted} bytes of {dtype} from byte {offset} does not fit the {num_bytes} bytes that the "
+                "buffer was constructed with; give a larger num_nvl_bytes or num_rdma_bytes."
+            )
+        view = scratch[offset : offset + wanted].view(dtype)
+        return view if size is None else view.view(size)
 
     def __enter__(self) -> Buffer:
         return self

@@ -100,6 +100,7 @@ def dispatch_request(
     layout: str,
     alignment: int,
     max_rows: int | None,
+    num_channels: int,
 ) -> DispatchRequest:
     """A checked dispatch call; the gradient bits say what this rank wants."""
     check_rows(x, "x")
@@ -114,6 +115,7 @@ def dispatch_request(
         layout=checked_layout,
         alignment=alignment,
         max_rows=max_rows,
+        num_channels=num_channels,
         x_needs_grad=wants_grad and x.requires_grad,
         weights_need_grad=wants_grad and topk_weights is not None and topk_weights.requires_grad,
     )

@@ -6,15 +6,16 @@ the buffer that made it, and it fits every buffer over the same ranks and geomet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe_ep.ordered_sum import OrderedSum
+from moe_ep.v1_handle import v1_tuple
 
 Layout = Literal["compact", "expert_major"]
 LAYOUTS: tuple[Layout, ...] = ("compact", "expert_major")
@@ -38,8 +39,12 @@ class DispatchHandle:
         overflowed: `max_rows` was too small here; the float outputs are NaN.
         send_counts, recv_counts: compact rows to and from each rank.
         recv_pairs: (row, slot) pairs for local experts from each rank.
+        rank_tokens: T of every rank.
+        rank_rows: W * W numbers, the compact rows from rank i to rank j at [i * W + j].
+        num_channels: into how many ranges DeepEP V1's tuple divides the tokens; nothing else depends on it.
         slot_rank: [T, K] int64, rank of the expert in each slot of this rank's tokens, -1 for none.
         send_token: [S_send] int64, source token of the rows sent, ascending in (rank, token).
+        recv_token: [S] int32, source token of the compact rows received, ascending in (rank, token).
         row_pair: [R] int64, expert_major only: `compact row * K + slot` of a row, -1 for padding; empty if compact.
     """
 
@@ -59,8 +64,12 @@ class DispatchHandle:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     recv_pairs: tuple[int, ...]
+    rank_tokens: tuple[int, ...]
+    rank_rows: tuple[int, ...]
+    num_channels: int
     slot_rank: Tensor
     send_token: Tensor
+    recv_token: Tensor
     row_pair: Tensor
 
     @property
@@ -86,29 +95,69 @@ class DispatchHandle:
         src = torch.arange(self.send_token.numel(), device=self.send_token.device)
         return OrderedSum.from_terms(self.send_token, src, self.num_tokens)
 
-    # -- tensors only, for custom ops --------------------------------------------------------------------------------
+    # -- as DeepEP V1's tuple ---------------------------------------------------------------------------------------
 
-    def pack(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The handle as four tensors: host numbers (int64, CPU), slot_rank, send_token, row_pair."""
-        world = len(self.ranks)
-        numbers = [
-            world, self.rank, self.uid, self.placement, LAYOUTS.index(self.layout), self.num_tokens, self.num_topk,
-            self.num_experts, self.num_rows, self.alignment, self.x_needs_grad, self.weights_need_grad,
-            self.overflowed, *self.ranks, *self.send_counts, *self.recv_counts, *self.recv_pairs,
-        ]  # fmt: skip
-        return torch.tensor(numbers, dtype=torch.int64), self.slot_rank, self.send_token, self.row_pair
+    def __len__(self) -> int:
+        return len(self.v1_tuple)
+
+    def __getitem__(self, place: int) -> Tensor:
+        return self.v1_tuple[place]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.v1_tuple)
+
+    @cached_property
+    def v1_tuple(self) -> tuple[Tensor, ...]:
+        """What DeepEP V1's intranode handle holds; see `moe_ep.v1_handle`."""
+        return v1_tuple(self)
+
+    # -- tensors only, for custom ops -------------------------------------------------------------------------------
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """The handle as `NUM_HANDLE_TENSORS` tensors: host numbers (int64, CPU), then its own."""
+        numbers = [len(self.ranks), *(int(getattr(self, name)) for name in _INTS), LAYOUTS.index(self.layout)]
+        for name in _TUPLES:
+            numbers += getattr(self, name)
+        return torch.tensor(numbers, dtype=torch.int64), *(getattr(self, name) for name in _TENSORS)
 
     @classmethod
     def unpack(cls, tensors: Sequence[Tensor]) -> DispatchHandle:
         """The inverse of `pack`."""
-        host, slot_rank, send_token, row_pair = tensors
-        numbers = [int(n) for n in host.tolist()]
-        world, rank, uid, placement, layout, tokens, topk, experts, rows, alignment, x_grad, w_grad, over = numbers[:13]
-        ranks, sent, received, pairs = (tuple(numbers[13 + i * world : 13 + (i + 1) * world]) for i in range(4))
-        return cls(
-            ranks, rank, uid, placement, LAYOUTS[layout], tokens, topk, experts, rows, alignment, bool(x_grad),
-            bool(w_grad), bool(over), sent, received, pairs, slot_rank, send_token, row_pair,
-        )  # fmt: skip
+        world, *numbers = (int(n) for n in tensors[0].tolist())
+        values: dict[str, Any] = {}
+        for name, is_bool in _INTS.items():
+            values[name] = bool(numbers.pop(0)) if is_bool else numbers.pop(0)
+        values["layout"] = LAYOUTS[numbers.pop(0)]
+        for name, power in _TUPLES.items():
+            values[name], numbers = tuple(numbers[: world**power]), numbers[world**power :]
+        values |= dict(zip(_TENSORS, tensors[1:], strict=True))
+        return cls(**values)
+
+
+# The parts of a handle: numbers (and whether they are truth values), tuples of W or W * W numbers, tensors.
+_INTS = {
+    "rank": False,
+    "uid": False,
+    "placement": False,
+    "num_tokens": False,
+    "num_topk": False,
+    "num_experts": False,
+    "num_rows": False,
+    "alignment": False,
+    "num_channels": False,
+    "x_needs_grad": True,
+    "weights_need_grad": True,
+    "overflowed": True,
+}
+_TUPLES = {"ranks": 1, "send_counts": 1, "recv_counts": 1, "recv_pairs": 1, "rank_tokens": 1, "rank_rows": 2}
+_TENSORS = ("slot_rank", "send_token", "recv_token", "row_pair")
+NUM_HANDLE_TENSORS = 1 + len(_TENSORS)
+
+
+def num_handle_numbers(world_size: int) -> int:
+    """Entries of the first tensor of `DispatchHandle.pack`."""
+    per_rank = sum(1 if power == 1 else world_size for power in _TUPLES.values())
+    return 2 + len(_INTS) + per_rank * world_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ round 0 adds row 4 to output 0 and row 0 to output 2; round 1 row 1 to 0 and row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +55,16 @@ class OrderedSum:
         order = torch.argsort(round_idx, stable=True)
         return cls(dst[order], src[order], tuple(torch.bincount(round_idx).tolist()), num_outputs)
 
-    def __call__(self, rows_RH: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    def __call__(self, rows_RH: Tensor, weights_R: Tensor | None = None, bias: Sequence[Tensor] = ()) -> Tensor:
         """Adds the rows up: [R, H] -> [N, H] in the dtype of the rows, rounded once at the end.
 
         Each product with a weight is rounded to the accumulation dtype before it is added (no fused multiply-add).
+        Tensors of `bias`, [N, H] each, are the first terms of every output, in their order.
         """
         wide = accumulation_dtype(rows_RH.dtype)
         total_NH: Tensor | None = None
+        for tensor in bias:
+            total_NH = tensor.to(wide, copy=True) if total_NH is None else total_NH.add_(tensor.to(wide))
         sizes = list(self.round_sizes)
         for dst, src in zip(torch.split(self.dst, sizes), torch.split(self.src, sizes), strict=True):
             term = rows_RH.index_select(0, src).to(wide)

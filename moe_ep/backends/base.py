@@ -7,6 +7,7 @@ of the contract (`moe_ep.handle`, `moe_ep.ordered_sum`), so all backends give th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -21,11 +22,12 @@ class DispatchRequest:
     """A checked call of dispatch.
 
     Attributes:
-        x: [T, H] rows, contiguous, float64, float32, bfloat16 or float16.
+        x: [T, H] rows, any strides, float64, float32, bfloat16 or float16; from `Buffer.dispatch` also one-byte dtypes.
         topk_idx: [T, K] int64 or int32, any strides; ids not yet checked.
         topk_weights: [T, K] float32 (or float64 beside float64 rows), or None.
         placement: owner of every expert.
         layout, alignment, max_rows: as `moe_ep.dispatch` takes them.
+        num_channels: for `DispatchHandle.num_channels`.
         x_needs_grad, weights_need_grad: whether this rank will want that gradient.
     """
 
@@ -36,6 +38,7 @@ class DispatchRequest:
     layout: Layout
     alignment: int
     max_rows: int | None
+    num_channels: int
     x_needs_grad: bool
     weights_need_grad: bool
 
@@ -79,8 +82,17 @@ class Backend(Protocol):
             EPTimeoutError: a rank did not come.
         """
 
+    def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
+        """Opens a dispatch along a handle: headers only, nothing is counted."""
+
+    def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
+        """Sums [E] int counts over the sources, for the local experts: L ints."""
+
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
-        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H], padding zero."""
+        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H], padding zero.
+
+        Any dtype of 1, 2, 4 or 8 bytes travels (FP8 rows, their scales), and any strides.
+        """
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
@@ -95,8 +107,21 @@ class Backend(Protocol):
     ) -> bool:
         """Opens a combine and returns whether any rank will want its gradient."""
 
-    def combine(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool) -> Tensor:
-        """Moves [R, H] home and adds up, times the [R] weights if given: the payload of a combine. Returns [T, H]."""
+    def combine(
+        self,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        exact: bool,
+        bias: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Moves [R, H] home and adds up, times the [R] weights if given: the payload of a combine. Returns [T, H].
+
+        Tensors of `bias` ([T, H], dtype of the rows) are the first terms of the sum at home.
+        """
+
+    def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
+        """Adds up the [R, K] weights of compact rows at home, ranks ascending, in float32: [T, K]."""
 
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None

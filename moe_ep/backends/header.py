@@ -7,7 +7,7 @@ same verdict: all go on, or all raise the same sentence and none is left waiting
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,8 +16,17 @@ from moe_ep.errors import ConfigError
 from moe_ep.handle import LAYOUTS
 
 PROTOCOL = 0x6D6F6501  # "moe", version 1
-OPERATIONS = ("dispatch", "dispatch backward", "combine", "combine backward", "all_reduce")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OPERATIONS = ("dispatch", "dispatch backward", "combine", "combine backward", "all_reduce", "cached dispatch")
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+)
 
 # Status of a rank: fine, or the class of the error that it raises.
 ERRORS: tuple[type[Exception] | None, ...] = (None, ValueError, TypeError, ConfigError, RuntimeError)
@@ -33,10 +42,9 @@ def status_of(error: Exception) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's announcement; every field is an int so that it travels as one int64 row.
+    """One rank's announcement. It travels as one int64 row: the int fields, then `row_counts`.
 
-    `num_rows` (compact rows that follow for the receiver) is the one field that differs from peer to peer.
-    The fields after it need not be alike on the ranks; those before it must.
+    The fields up to `placement` must be alike on all ranks; the others are each rank's own.
     """
 
     protocol: int = PROTOCOL
@@ -52,26 +60,30 @@ class Header:
     alignment: int = 0
     exact: int = 0
     placement: int = 0
-    num_rows: int = 0
     status: int = OK
     x_needs_grad: int = 0
     weights_need_grad: int = 0
     routing: int = 0
+    num_tokens: int = 0
+    row_counts: tuple[int, ...] = ()  # compact rows that follow, for each rank
 
-    def for_peers(self, num_rows: Sequence[int]) -> Tensor:
-        """[W, fields] int64, one row a peer, each with its own `num_rows`."""
-        table = torch.tensor([list(asdict(self).values())] * len(num_rows), dtype=torch.int64)
-        table[:, _NAMES.index("num_rows")] = torch.tensor(list(num_rows), dtype=torch.int64)
-        return table
+    def for_peers(self) -> Tensor:
+        """[W, fields + W] int64: the same row for every rank."""
+        row = [*(int(getattr(self, name)) for name in _NUMBERS), *self.row_counts]
+        return torch.tensor([row] * len(self.row_counts), dtype=torch.int64)
 
     @staticmethod
     def read(table: Tensor) -> list[Header]:
         """The headers of all ranks, in rank order."""
-        return [Header(*(int(n) for n in row)) for row in table.tolist()]
+        split = len(_NUMBERS)
+        return [
+            Header(**dict(zip(_NUMBERS, row[:split], strict=True)), row_counts=tuple(row[split:]))
+            for row in table.tolist()
+        ]
 
 
-_NAMES = tuple(field.name for field in fields(Header))
-_MUST_MATCH = _NAMES[: _NAMES.index("num_rows")]
+_NUMBERS = tuple(field.name for field in fields(Header) if field.name != "row_counts")
+_MUST_MATCH = _NUMBERS[: _NUMBERS.index("placement") + 1]
 _MEANING = {
     "protocol": "the protocol version",
     "generation": "the generation (how often reset() ran)",

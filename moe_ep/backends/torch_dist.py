@@ -30,7 +30,7 @@ from moe_ep.layout import (
     send_layout,
 )
 from moe_ep.ordered_sum import OrderedSum, accumulation_dtype
-from moe_ep.placement import fingerprint_of
+from moe_ep.placement import ExpertPlacement, fingerprint_of
 
 
 class TorchDistBackend:
@@ -70,8 +70,10 @@ class TorchDistBackend:
             x_needs_grad=request.x_needs_grad,
             weights_need_grad=request.weights_need_grad,
             routing=routing_fingerprint(ids_TK),
+            num_tokens=ids_TK.shape[0],
+            row_counts=layout.send_counts,
         )
-        headers = self._exchange_headers(header, layout.send_counts, refusal)
+        headers = self._exchange_headers(header, refusal)
         handle = DispatchHandle(
             ranks=self.ranks,
             rank=self.rank,
@@ -87,15 +89,19 @@ class TorchDistBackend:
             weights_need_grad=any(peer.weights_need_grad for peer in headers),
             overflowed=False,
             send_counts=layout.send_counts,
-            recv_counts=tuple(peer.num_rows for peer in headers),
+            recv_counts=tuple(peer.row_counts[self.rank] for peer in headers),
             recv_pairs=(),
+            rank_tokens=tuple(peer.num_tokens for peer in headers),
+            rank_rows=tuple(count for peer in headers for count in peer.row_counts),
+            num_channels=request.num_channels,
             slot_rank=layout.slot_rank,
             send_token=layout.send_token,
+            recv_token=layout.send_token.int(),
             row_pair=layout.send_token.new_empty(0),
         )
         with self._committed("dispatch"):
-            idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
-            return self._finish_plan(handle, request, idx_SK, weights_SK)
+            recv_token, idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
+            return self._finish_plan(replace(handle, recv_token=recv_token), request, idx_SK, weights_SK)
 
     def _checked_ids(self, request: DispatchRequest) -> tuple[Tensor, Exception | None]:
         """The ids, with the bad ones turned to -1, and the error to raise for them."""
@@ -116,19 +122,20 @@ class TorchDistBackend:
 
     def _exchange_ids(
         self, handle: DispatchHandle, layout: SendLayout, weights_TK: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Local ids [S, K] int64 and weights [S, K] of the compact rows received, in one exchange."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the compact rows received, in one exchange: source tokens [S] int32, local ids and weights [S, K]."""
         ids_SK, weights_SK = rows_for_peers(layout, weights_TK)
         if self._group is None:
-            return ids_SK, weights_SK
-        if weights_SK is None:
-            return self._scatter(handle, ids_SK.int(), "dispatch").long(), None
-        words = torch.cat([ids_SK.int(), weights_SK.view(torch.int32)], dim=1)
-        words = self._scatter(handle, words, "dispatch")
-        num_topk = handle.num_topk
-        return words[:, :num_topk].long(), words[:, num_topk:].clone(memory_format=torch.contiguous_format).view(
-            weights_SK.dtype
-        )
+            return layout.send_token.int(), ids_SK, weights_SK
+        words = [layout.send_token.int().unsqueeze(1), ids_SK.int()]
+        if weights_SK is not None:
+            words.append(weights_SK.view(torch.int32))
+        received = self._scatter(handle, torch.cat(words, dim=1), "dispatch")
+        past_ids = 1 + handle.num_topk
+        if weights_SK is not None:
+            own_memory = received[:, past_ids:].clone(memory_format=torch.contiguous_format)
+            weights_SK = own_memory.view(weights_SK.dtype)
+        return received[:, 0].clone(), received[:, 1:past_ids].long(), weights_SK
 
     def _finish_plan(
         self, handle: DispatchHandle, request: DispatchRequest, idx_SK: Tensor, weights_SK: Tensor | None
@@ -172,6 +179,16 @@ class TorchDistBackend:
             expert_offsets=offsets,
         )
 
+    def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
+        self._open("cached dispatch", handle, x)
+
+    def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
+        with self._committed("dispatch"):
+            counts = num_tokens_per_expert.long().clone()
+            if self._group is not None:
+                self._group.all_reduce(counts, "dispatch")
+            return [int(counts[expert]) for expert in placement.experts_of(self.rank)]
+
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
         with self._committed("dispatch"):
             return self._rows_of(handle, x)
@@ -180,7 +197,7 @@ class TorchDistBackend:
         """[T, H] at the sources -> [R, H] here, as the layout wants them."""
         if handle.overflowed:
             self._scatter_rows(handle, x)
-            return x.new_full((handle.num_rows, x.shape[1]), float("nan"))
+            return x.new_full((handle.num_rows, x.shape[1]), _poison(x.dtype))
         x_SH = self._scatter_rows(handle, x)
         if handle.layout == "compact":
             return _resize(x_SH, handle.num_rows, 0)
@@ -227,13 +244,31 @@ class TorchDistBackend:
         headers = self._open("combine", handle, rows, weights, exact, needs_grad)
         return any(peer.x_needs_grad for peer in headers)
 
-    def combine(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool) -> Tensor:
+    def combine(
+        self,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        exact: bool,
+        bias: Sequence[Tensor] = (),
+    ) -> Tensor:
         with self._committed("combine"):
             if exact:
-                return self._combine_exact(handle, rows, weights)
-            return self._sum_home(handle, rows, weights, "combine")
+                return self._combine_exact(handle, rows, weights, bias)
+            return self._sum_home(handle, rows, weights, "combine", bias)
 
-    def _sum_home(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, what: str) -> Tensor:
+    def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
+        with self._committed("combine"):
+            return handle.home_sum(self._gather(handle, weights[: handle.num_compact_rows], "combine"))
+
+    def _sum_home(
+        self,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        what: str,
+        bias: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Adds up the rows of each (token, rank) here, brings the sums home and adds them in rank order."""
         if handle.overflowed:
             x_SH = rows.new_full((handle.num_compact_rows, rows.shape[1]), float("nan"))
@@ -241,9 +276,11 @@ class TorchDistBackend:
             x_SH = rows[: handle.num_compact_rows]
         else:
             x_SH = handle.local_sum(rows, weights)
-        return handle.home_sum(self._gather(handle, x_SH, what))
+        return handle.home_sum(self._gather(handle, x_SH, what), bias=bias)
 
-    def _combine_exact(self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None) -> Tensor:
+    def _combine_exact(
+        self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, bias: Sequence[Tensor]
+    ) -> Tensor:
         """Brings every (token, slot) row home unreduced and adds in slot order, so that W cannot show."""
         ranks_W = torch.arange(len(self.ranks), device=rows.device)
         slots = (handle.slot_rank.unsqueeze(0) == ranks_W.view(-1, 1, 1)).nonzero()  # (rank, token, slot), ascending
@@ -259,7 +296,7 @@ class TorchDistBackend:
             send = self._group.all_to_all(send, "combine", handle.recv_pairs, home)
             scale = None if scale is None else self._group.all_to_all(scale, "combine", handle.recv_pairs, home)
         in_slot_order = torch.argsort(slots[:, 1] * handle.num_topk + slots[:, 2])
-        return OrderedSum.from_terms(slots[in_slot_order, 1], in_slot_order, handle.num_tokens)(send, scale)
+        return OrderedSum.from_terms(slots[in_slot_order, 1], in_slot_order, handle.num_tokens)(send, scale, bias)
 
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
@@ -284,12 +321,11 @@ class TorchDistBackend:
             hidden=tensor.numel(),
             dtype=DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else len(DTYPES) + tensor.element_size(),
         )
-        self._exchange_headers(header, [0] * len(self.ranks), None)
+        self._exchange_headers(header, None)
         return tensor if self._group is None else self._group.all_reduce(tensor, "all_reduce")
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        header = Header(operation=OPERATIONS.index(operation))
-        self._exchange_headers(header, [0] * len(self.ranks), error)
+        self._exchange_headers(Header(operation=OPERATIONS.index(operation)), error)
         raise error
 
     def take_faults(self) -> list[str]:
@@ -339,18 +375,19 @@ class TorchDistBackend:
             placement=handle.placement,
             x_needs_grad=needs_grad,
         )
-        return self._exchange_headers(header, handle.recv_counts, None)
+        return self._exchange_headers(header, None)
 
-    def _exchange_headers(self, header: Header, num_rows: Sequence[int], refusal: Exception | None) -> list[Header]:
+    def _exchange_headers(self, header: Header, refusal: Exception | None) -> list[Header]:
         """All ranks' headers, or the same error on all ranks. `refusal` is this rank's own reason to refuse."""
+        header = replace(header, row_counts=header.row_counts or (0,) * len(self.ranks))
         if self._group is None:
             if refusal is not None:
                 raise refusal
-            return [replace(header, num_rows=num_rows[0])]
+            return [header]
         operation = OPERATIONS[header.operation]
         status = OK if refusal is None else status_of(refusal)
         header = replace(header, status=status, generation=self._group.generation)
-        headers = Header.read(self._group.all_to_all_host(header.for_peers(num_rows), operation))
+        headers = Header.read(self._group.all_to_all_host(header.for_peers(), operation))
         refusing = [rank for rank, peer in enumerate(headers) if peer.status != OK]
         if refusing:
             texts = self._group.exchange_text("" if refusal is None else str(refusal), operation)
@@ -390,3 +427,10 @@ def _resize(rows: Tensor, num_rows: int, fill: float) -> Tensor:
     if rows.shape[0] >= num_rows:
         return rows[:num_rows]
     return torch.cat([rows, rows.new_full((num_rows - rows.shape[0], *rows.shape[1:]), fill)])
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """What fills the rows of a call that received too many: NaN, the e4m3 NaN for bytes, -1 for other integers."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0x7F if dtype in (torch.uint8, torch.int8) else -1
