@@ -16,6 +16,7 @@ from moe_ep._native import load as load_native
 from moe_ep.backends.base import Backend
 from moe_ep.backends.torch_dist import TorchDistBackend
 from moe_ep.errors import ConfigError
+from moe_ep.low_latency import LowLatency, LowLatencyState
 from moe_ep.normal_mode import NormalMode
 from moe_ep.placement import ExpertPlacement
 
@@ -26,7 +27,7 @@ BUFFERS: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary(
 _KEYS = itertools.count(1)
 
 
-class Buffer(NormalMode):
+class Buffer(NormalMode, LowLatency):
     """Exchanges rows of tokens between the ranks of an EP group.
 
     All ranks of the group construct it together and then call the same operations in the same order. Two buffers with
@@ -91,6 +92,7 @@ class Buffer(NormalMode):
             None if expert_placement is None else ExpertPlacement.of(expert_placement, self._backend_size())
         )
         self._scratch: dict[bool, Tensor] = {}
+        self._low_latency = LowLatencyState(enable_shrink)
         self._balanced: dict[int, ExpertPlacement] = {}
         self.key = next(_KEYS)
         BUFFERS[self.key] = self
