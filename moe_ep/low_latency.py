@@ -21,9 +21,10 @@ from torch import Tensor
 from moe_ep.backends.base import Backend
 from moe_ep.checks import check_handle, check_int
 from moe_ep.dispatch_config import low_latency_rdma_size_hint
-from moe_ep.errors import ConfigError
 from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.low_latency_checks import (
+    CALLS,
+    check_alike,
     check_async,
     check_combine,
     check_stats,
@@ -34,7 +35,6 @@ from moe_ep.low_latency_checks import (
 )
 from moe_ep.low_latency_layout import (
     AS_GIVEN,
-    FORMATS,
     LowLatencyHandle,
     empty_scales,
     encode,
@@ -45,7 +45,6 @@ from moe_ep.low_latency_layout import (
 from moe_ep.placement import ExpertPlacement
 
 MAX_IN_FLIGHT = 2
-_CALLS = ("low_latency_dispatch", "low_latency_combine")
 
 Hook = Callable[[], None]
 Received = Tensor | tuple[Tensor, Tensor]  # rows [L, N, H], or FP8 rows with their scales
@@ -183,7 +182,7 @@ class LowLatency(ABC):
             ConfigError: the ranks disagree on M, the FP8 settings, H, K, E, dtype, placement or the order of calls.
             EPTimeoutError: a rank did not come within the buffer's `timeout_secs`.
         """
-        backend, state, call, num_max = self.backend, self._low_latency, _CALLS[0], num_max_dispatch_tokens_per_rank
+        backend, state, call, num_max = self.backend, self._low_latency, CALLS[0], num_max_dispatch_tokens_per_rank
         try:
             self.check()
             state.check_room(call)
@@ -277,7 +276,7 @@ class LowLatency(ABC):
             ConfigError: the ranks combine different dispatches, or disagree on the dtype.
             EPTimeoutError: a rank did not come within the buffer's `timeout_secs`.
         """
-        backend, state, call = self.backend, self._low_latency, _CALLS[1]
+        backend, state, call = self.backend, self._low_latency, CALLS[1]
         try:
             self.check()
             state.check_room(call)
@@ -395,18 +394,7 @@ class LowLatency(ABC):
         table = torch.zeros(self.group_size, len(own), dtype=torch.int64, device=device)
         table[self.rank] = torch.tensor(own)
         of_ranks = self.backend.all_reduce(table).tolist()
-        for column, (meaning, names) in enumerate(
-            (("the operation", _CALLS), ("num_max_dispatch_tokens_per_rank", None), ("what travels", FORMATS))
-        ):
-            values = [row[column] for row in of_ranks]
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                first, differing = (str(values[r]) if names is None else names[values[r]] for r in (0, other))
-                raise ConfigError(
-                    f"{_CALLS[call]}: the ranks of the EP group disagree on {meaning}: rank 0 has {first}, rank "
-                    f"{other} has {differing}. Give every rank the same value and call the operations in the same "
-                    "order on every rank."
-                )
+        check_alike(call, of_ranks, range(self.group_size))
         mask = [row[3:] for row in of_ranks]
         return [peer for peer in range(self.group_size) if mask[self.rank][peer] or mask[peer][self.rank]]
 

@@ -5,13 +5,14 @@ T tokens of this rank, H hidden, K slots a token, E experts, L of them local, M 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.checks import as_weights, check_int, check_tensor, dispatch_request
+from moe_ep.errors import ConfigError
 from moe_ep.fp8 import BLOCK_ELEMS
 from moe_ep.low_latency_layout import (
     AS_GIVEN,
@@ -24,7 +25,23 @@ from moe_ep.low_latency_layout import (
 )
 from moe_ep.placement import ExpertPlacement
 
+CALLS = ("low_latency_dispatch", "low_latency_combine")
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_alike(call: int, of_ranks: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """The numbers of all `ranks` are equal: index in CALLS, M, index in FORMATS; whatever follows is not looked at."""
+    meanings = (("the operation", CALLS), ("num_max_dispatch_tokens_per_rank", None), ("what travels", FORMATS))
+    for column, (meaning, names) in enumerate(meanings):
+        values = [of_ranks[rank][column] for rank in ranks]
+        other = next((place for place, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            one, differing = (str(value) if names is None else names[value] for value in (values[0], values[other]))
+            raise ConfigError(
+                f"{CALLS[call]}: the ranks of the EP group disagree on {meaning}: rank {ranks[0]} has {one}, rank "
+                f"{ranks[other]} has {differing}. Give every rank the same value and call the operations in the same "
+                "order on every rank."
+            )
 
 
 def check_async(async_finish: bool, return_recv_hook: bool) -> None:
