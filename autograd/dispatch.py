@@ -97,6 +97,8 @@ def dispatch(
         weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("dispatch", error)
+    if ops.is_watched():
+        return ops.compiled_dispatch(buffer, x, topk_idx, weights, num_experts, layout, alignment, max_rows)
     plan = backend.plan(request)
     joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
     rows, row_weights = Dispatch.apply(x, weights, buffer.anchor if joins_backward else None, backend, plan)  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""dispatch and combine as `torch.library` custom ops, for torch.compile.
+"""dispatch and combine as `torch.library` custom ops, for torch.compile and selective checkpointing.
 
-A compiled graph knows tensors and numbers only: the buffer travels as its key, the handle as four tensors, counts as
-tensors. Eager calls do not come here; they call the backend directly.
+A compiled graph knows tensors and numbers only: the buffer travels as its key, the handle as five tensors, counts as
+tensors. Ordinary eager calls do not come here; they call the backend directly. Where a dispatch mode looks at every
+operation, as selective checkpointing does, an exchange must be one operation too, so such calls come here as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_ep.backends.base import Backend
 from moe_ep.buffer import BUFFERS, Buffer
@@ -219,7 +221,12 @@ def _combine_backward_fake(
 combine_op.register_autograd(_combine_grad, setup_context=_combine_setup)
 
 
-# -- the way in, from traced code -------------------------------------------------------------------------------------
+# -- the way in, from watched code ------------------------------------------------------------------------------------
+
+
+def is_watched() -> bool:
+    """Whether something looks at single operations: torch.compile, or a dispatch mode around an eager call."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 def compiled_dispatch(
@@ -232,7 +239,7 @@ def compiled_dispatch(
     alignment: int,
     max_rows: int | None,
 ) -> DispatchOutput:
-    """`moe_ep.dispatch` inside torch.compile: the lists of the result are None, the handle is packed."""
+    """`moe_ep.dispatch` where it is watched. In torch.compile the lists of the result are None, the handle packed."""
     weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
     wants_grad = torch.is_grad_enabled()
     rows, row_idx, row_weights, counts, offsets, *handle = dispatch_op(
@@ -248,22 +255,24 @@ def compiled_dispatch(
         wants_grad and x.requires_grad,
         wants_grad and weights is not None and weights.requires_grad,
     )
+    has_lists = max_rows is None and not torch.compiler.is_compiling()
+    packed = PackedHandle(tuple(handle))
     return DispatchOutput(
         x=rows,
         topk_idx=row_idx,
         topk_weights=None if weights is None else row_weights,
-        tokens_per_expert=None,
-        real_tokens_per_expert=None,
+        tokens_per_expert=offsets.diff().tolist() if has_lists else None,
+        real_tokens_per_expert=counts.tolist() if has_lists else None,
         expert_counts=counts,
         expert_offsets=offsets,
-        handle=PackedHandle(tuple(handle)),
+        handle=packed if torch.compiler.is_compiling() else packed.unpack(),
     )
 
 
 def compiled_combine(
     buffer: Buffer, rows: Tensor, handle: DispatchHandle | PackedHandle, topk_weights: Tensor | None, exact: bool
 ) -> Tensor:
-    """`moe_ep.combine` inside torch.compile."""
+    """`moe_ep.combine` where it is watched."""
     weights = None if topk_weights is None else as_weights(topk_weights, rows.dtype, "topk_weights")
     tensors = handle.tensors if isinstance(handle, PackedHandle) else handle.pack()
     needs_grad = torch.is_grad_enabled()
