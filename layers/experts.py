@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_ep.config import MoEConfig
-from moe_ep.layers.activations import input_projection, mlp
+from moe_ep.layers.activations import activate, input_projection, mlp
+from moe_ep.layers.grouped_linear import grouped_linear
 
 
 class StateDictCheck(NamedTuple):
@@ -44,7 +46,8 @@ class GroupedExperts(nn.Module):
 
     State dict: `{prefix}{global_id}.gate_up` and so on, [2F, H] per expert, views of the parameters. Loading is all
     or nothing: a missing, unknown or wrongly shaped entry is reported in the usual way and changes no expert. Entries
-    of experts that live on other ranks are ignored.
+    of experts that live on other ranks are ignored. Under FSDP2, which gives each rank whole experts, the state dict
+    holds those of this rank's shard.
     """
 
     down: nn.Parameter
@@ -86,14 +89,19 @@ class GroupedExperts(nn.Module):
         ranks, and neither does what the default generator yields next.
         """
         base_seed = int(torch.randint(2**31, (), device="cpu"))
-        for local_idx, expert_id in enumerate(self.expert_ids):
-            if self.down.is_meta:
-                break
-            generator = torch.Generator(device=self.down.device).manual_seed(base_seed + expert_id)
-            for parameter in self.parameters(recurse=False):
-                parameter[local_idx].normal_(0.0, self.config.init_std, generator=generator)
+        if self.down.is_meta:
+            return
+        places, _ = _local_part(self.down)
+        generators = [torch.Generator(device=self.down.device) for _ in places]
+        for place, generator in zip(places, generators, strict=True):
+            generator.manual_seed(base_seed + self.expert_ids[place])
+        for parameter in self.parameters(recurse=False):
+            for weight, generator in zip(_local_part(parameter)[1], generators, strict=True):
+                weight.normal_(0.0, self.config.init_std, generator=generator)
 
-    def forward(self, rows_RH: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
+    def forward(
+        self, rows_RH: Tensor, tokens_per_expert: Sequence[int] | None, expert_offsets: Tensor | None = None
+    ) -> Tensor:
         """Run every expert on its rows.
 
         Every expert runs, also on 0 rows, so that every parameter gets a gradient (zeros, not None) and every rank
@@ -102,7 +110,10 @@ class GroupedExperts(nn.Module):
         Args:
             rows_RH: [R, H], the rows of the first local expert first; the dtype of the parameters, or any floating
                 dtype under autocast.
-            tokens_per_expert: L row counts that sum to R (padding included).
+            tokens_per_expert: L row counts that sum to R (padding included); None where the host does not know them,
+                as inside torch.compile.
+            expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end; read only where
+                the counts are None. The same bits come out either way.
 
         Returns:
             [R, H] in the dtype of rows_RH, also under autocast.
@@ -110,8 +121,11 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError: a shape, the number of counts, their sum or the dtype does not fit.
         """
+        self._check_rows(rows_RH)
+        if tokens_per_expert is None:
+            return self._forward_by_offsets(rows_RH, expert_offsets)
         sizes = [int(size) for size in tokens_per_expert]
-        self._check_rows(rows_RH, sizes)
+        self._check_sizes(rows_RH, sizes)
         first: Tensor = self.get_parameter(self.first_name)
         if not sizes:  # no expert, so no row either; the zero keeps the output attached to the parameters
             return rows_RH + (first.sum() + self.down.sum()).to(rows_RH.dtype)
@@ -119,6 +133,21 @@ class GroupedExperts(nn.Module):
         experts = zip(rows_RH.split_with_sizes(sizes), first.unbind(), self.down.unbind(), strict=True)
         outputs = [mlp(rows, first_weight, down_weight, self.activation) for rows, first_weight, down_weight in experts]
         return torch.cat(outputs).to(rows_RH.dtype)
+
+    def _forward_by_offsets(self, rows_RH: Tensor, expert_offsets: Tensor | None) -> Tensor:
+        if expert_offsets is None or expert_offsets.shape != (len(self.expert_ids) + 1,):
+            given = "None" if expert_offsets is None else f"of shape {list(expert_offsets.shape)}"
+            raise ValueError(
+                f"tokens_per_expert is None and expert_offsets is {given}; give one of the two: {len(self.expert_ids)} "
+                f"counts, or [{len(self.expert_ids) + 1}] offsets."
+            )
+        kind, dtype = rows_RH.device.type, rows_RH.dtype
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # as F.linear does, which this stands for
+            dtype = torch.get_autocast_dtype(kind)
+        first: Tensor = self.get_parameter(self.first_name)
+        projected = grouped_linear(rows_RH.to(dtype), first.to(dtype), expert_offsets)
+        out: Tensor = grouped_linear(activate(projected, self.activation), self.down.to(dtype), expert_offsets)
+        return out.to(rows_RH.dtype)
 
     def extra_repr(self) -> str:
         """Sizes, for print(module)."""
@@ -156,19 +185,27 @@ class GroupedExperts(nn.Module):
         return StateDictCheck(missing, unexpected, errors)
 
     def _named_slices(self, prefix: str) -> dict[str, Tensor]:
-        """State dict name of every expert's weight to a view of the parameter."""
+        """State dict name of every weight that this rank holds to a view of the parameter, expert by expert."""
+        parts = {name: _local_part(parameter) for name, parameter in self.named_parameters(recurse=False)}
+        places, _ = parts["down"]
         return {
-            f"{prefix}{expert_id}.{name}": parameter[local_idx]
-            for local_idx, expert_id in enumerate(self.expert_ids)
-            for name, parameter in self.named_parameters(recurse=False)
+            f"{prefix}{self.expert_ids[place]}.{name}": stack[row]
+            for row, place in enumerate(places)
+            for name, (_, stack) in parts.items()
         }
 
-    def _check_rows(self, rows_RH: Tensor, sizes: list[int]) -> None:
+    def _check_rows(self, rows_RH: Tensor) -> None:
         if rows_RH.dim() != 2 or rows_RH.shape[1] != self.config.hidden_size:
             raise ValueError(
                 f"rows have shape {list(rows_RH.shape)}, but the experts take [rows, {self.config.hidden_size}]; "
                 "give one row per (token, expert) pair."
             )
+        if rows_RH.dtype != self.down.dtype and not torch.is_autocast_enabled(rows_RH.device.type):
+            raise ValueError(
+                f"rows are {rows_RH.dtype}, but the experts are {self.down.dtype}; cast one of them, or use autocast."
+            )
+
+    def _check_sizes(self, rows_RH: Tensor, sizes: list[int]) -> None:
         if len(sizes) != len(self.expert_ids) or any(size < 0 for size in sizes):
             raise ValueError(
                 f"tokens_per_expert holds {len(sizes)} counts {sizes}, but this module has {len(self.expert_ids)} "
@@ -178,10 +215,6 @@ class GroupedExperts(nn.Module):
             raise ValueError(
                 f"tokens_per_expert sums to {sum(sizes)}, but there are {rows_RH.shape[0]} rows; the counts must "
                 "cover every row, padding rows included."
-            )
-        if rows_RH.dtype != self.down.dtype and not torch.is_autocast_enabled(rows_RH.device.type):
-            raise ValueError(
-                f"rows are {rows_RH.dtype}, but the experts are {self.down.dtype}; cast one of them, or use autocast."
             )
 
     def _mark_parameters(self) -> None:
@@ -226,10 +259,29 @@ class GroupedExperts(nn.Module):
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         with torch.no_grad():
             for name, parameter in list(self.named_parameters(recurse=False)):
-                given = [state_dict[f"{prefix}{expert_id}.{name}"] for expert_id in self.expert_ids]
-                if assign and given:
+                places, stack = _local_part(parameter)
+                given = [state_dict[f"{prefix}{self.expert_ids[place]}.{name}"] for place in places]
+                if assign and given and stack is parameter:
                     self.register_parameter(name, nn.Parameter(torch.stack(given), parameter.requires_grad))
                     continue
-                for local_idx, weight in enumerate(given):
-                    parameter[local_idx].copy_(weight)
+                for own, weight in zip(stack, given, strict=True):
+                    own.copy_(weight)
         self._mark_parameters()
+
+
+def _local_part(parameter: Tensor) -> tuple[range, Tensor]:
+    """The places in the stack of experts that this rank holds, and their weights: all, unless FSDP2 shards it."""
+    if not isinstance(parameter, DTensor):
+        return range(parameter.shape[0]), parameter
+    num_experts, begin = parameter.shape[0], 0
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard(dim=0) and begin == 0 and num_experts == parameter.shape[0]:
+            chunk = -(-parameter.shape[0] // parameter.device_mesh.size(dim))  # as torch.chunk divides
+            begin = min(chunk * parameter.device_mesh.get_local_rank(dim), parameter.shape[0])
+            num_experts = min(chunk, parameter.shape[0] - begin)
+        elif not placement.is_replicate():
+            raise ValueError(
+                f"the experts' weights are placed as {parameter.placements}; shard them once, over dimension 0, so "
+                "that every rank holds whole experts."
+            )
+    return range(begin, begin + num_experts), parameter.to_local()

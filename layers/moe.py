@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_ep.autograd import ops
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.dispatch import dispatch
 from moe_ep.buffer import Buffer
@@ -60,7 +61,7 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, self.buffer)
         self.experts = GroupedExperts(config, placement.experts_of(self.buffer.rank))
         self.shared_experts = None if config.shared_ffn_hidden_size is None else SharedExperts(config)
-        self._last_rows = 0
+        self._last_rows = torch.zeros((), dtype=torch.int32)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Applies the layer.
@@ -95,10 +96,10 @@ class MoELayer(nn.Module):
             layout="expert_major",
             alignment=self.config.ep.alignment,
         )
-        counts = out.expert_offsets.diff().tolist() if out.tokens_per_expert is None else out.tokens_per_expert
-        self._last_rows = sum(counts)
-        rows_RH = self.experts(out.x, counts)
-        y_TH = combine(self.buffer, rows_RH, out.handle, out.topk_weights, exact=self.config.ep.exact)
+        self._last_rows = out.expert_offsets[-1]
+        rows_RH = self.experts(out.x, out.tokens_per_expert, out.expert_offsets)
+        join = ops.compiled_combine if ops.is_watched() else combine
+        y_TH = join(self.buffer, rows_RH, out.handle, out.topk_weights, self.config.ep.exact)
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH).to(y_TH.dtype)
         return y_TH.reshape(x.shape)
@@ -120,7 +121,7 @@ class MoELayer(nn.Module):
             "tokens_per_expert": counts_E,
             "max_over_mean_load": counts_E.max() / mean,
             "dropped": self.router.last_dropped.detach().clone(),
-            "rows": torch.tensor(self._last_rows),
+            "rows": self._last_rows.to(torch.int64),
             **{name: loss.detach().clone() for name, loss in self.router.last_losses.items()},
         }
 
