@@ -20,8 +20,7 @@ def draw(records: list[dict[str, Any]], bigram_loss: float | None, path: Path) -
         from matplotlib.figure import Figure  # not pyplot: no global state, no window
     except ImportError:
         return False
-    counts = [record["tokens_per_expert"] for record in records]
-    num_layers = len(counts[0]) if counts else 0
+    num_layers = len(records[0]["tokens_per_expert"]) if records else 0  # none: a finished run resumed elsewhere
     figure = Figure(figsize=(9, 4 + 3 * bool(num_layers)), layout="constrained")
     panels = figure.subplots(1 + bool(num_layers), 1, squeeze=False)[:, 0]
     _draw_losses(panels[0], records, bigram_loss)
@@ -38,6 +37,7 @@ def _draw_losses(axes: Any, records: list[dict[str, Any]], bigram_loss: float | 
     axes.plot(steps, [r["val_loss"] for r in evaluated], label="validation", color="tab:red", marker="o")
     if bigram_loss is not None:
         axes.axhline(bigram_loss, label=f"bigram table ({bigram_loss:.2f})", color="gray", linestyle="--")
+    axes.set_xlim(0, max((record["step"] for record in records), default=1))
     axes.set_ylabel("loss, nats per byte")
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)

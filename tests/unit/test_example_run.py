@@ -139,6 +139,7 @@ def test_the_picture_is_drawn_from_the_records_alone(tmp_path: Path, counts: lis
     assert plot.draw(records(4, counts), 2.5, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plot.draw(json.loads(json.dumps(records(1, counts))), None, path)
+    assert plot.draw([], 2.5, path)
 
 
 def test_without_matplotlib_there_is_no_picture_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
