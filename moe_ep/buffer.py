@@ -36,8 +36,9 @@ class Buffer(NormalMode, LowLatency):
     Args:
         group: the EP group, any subgroup of the world; None stands for a single rank (no process group needed).
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
-            allow_mnnvl, explicitly_destroy, enable_shrink: arguments of DeepEP V1, accepted and without effect here:
-            memory grows with need and byte sizes limit nothing.
+            allow_mnnvl, explicitly_destroy: arguments of DeepEP V1, accepted and without effect here: memory grows with
+            need and byte sizes limit nothing.
+        enable_shrink: allow ranks to be left out of the low-latency calls.
         comm: DeepEP's mpi4py communicator; refused, give a torch.distributed group.
         backend: "torch" (torch.distributed: gloo on CPU, NCCL on CUDA), "intranode", "internode", or "auto" for the
             fastest one that this machine can run. What was chosen is `buffer.backend_name`.
@@ -196,6 +197,7 @@ class Buffer(NormalMode, LowLatency):
             EPTimeoutError: a rank did not come within the limit.
         """
         self.backend.reset()
+        self._low_latency.hooks.clear()
 
     def close(self) -> None:
         """Releases the group and the memory, without communication; a second call does nothing."""
