@@ -140,8 +140,8 @@ def test_a_checkpoint_of_two_ranks_continues_on_another_number(
 @pytest.mark.slow(ci=True)
 @pytest.mark.timeout(1500)
 def test_fifty_steps_of_the_demo_are_the_same_curve_at_every_ep_size_and_after_a_resume(tmp_path: Path) -> None:
-    """Rounding differs between EP sizes by 1e-7 of a score, and a near tie that falls the other way grows to 1e-3 of the
-    loss in twenty steps. In these fifty steps about ten decisions are closer than 1e-5, so that 0.1 of them would turn.
+    """Where rounding may matter: EP sizes differ by 1e-7 in a score, and a near tie that falls the other way grows to
+    1e-3 of the loss in twenty steps. About ten decisions of these fifty steps are closer than 1e-5: 0.1 would turn.
     """
     settings = {"train.steps": "50", "train.log_every": "1", "train.checkpoint_every": "25", "train.eval_batches": "1"}
     curves = {}
