@@ -74,6 +74,7 @@ class PrivateGroup:
         self.generation = meet(self._store, self.ranks, self.rank, 2 * self.timeout_secs + _BLAME_SECS)
         self._group = self._open()
         self._dead = None
+        self._num_calls = 0  # the ranks have made different numbers of calls, and name their notes by them
         self._run("reset", lambda: self._group.barrier(dist.BarrierOptions()))
 
     def break_off(self, reason: str) -> None:
