@@ -83,8 +83,7 @@ class PrivateGroup:
 
     def close(self) -> None:
         """Lets the group go without talking to anyone."""
-        self._dead = "the buffer is closed"
-        del self._group
+        self._group = None
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -136,6 +135,8 @@ class PrivateGroup:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def _run(self, what: str, start: Callable[[], dist.Work], host_waits: bool = False) -> None:
+        if self._group is None:
+            raise RuntimeError(f"{what} was not started: the buffer is closed. Close it after the last backward.")
         if self._dead is not None:
             raise EPTimeoutError(f"{what} was not started: {self._dead}. Call Buffer.reset() on every rank first.")
         self._num_calls += 1
