@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from functools import partial
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from moe_ep.errors import EPTimeoutError
 
 _POLL_SECS = 0.001
+STORE_SECS = 2.0  # over the limit of a meeting, for the answers of the store
+STORE_KEEPER = "the process that keeps it (global rank 0, or the launcher of the first node)"
+
+Answer = TypeVar("Answer")
+
+
+def within(limit_secs: float, ask: Callable[[], Answer]) -> Answer:
+    """`ask()`, which talks to a store, on a thread of its own.
+
+    A stopped process keeps its connections, and torch's client waits for the answer of such a store without a limit.
+
+    Raises:
+        EPTimeoutError: no answer within `limit_secs`. What `ask` raises passes.
+    """
+    future: futures.Future[Answer] = futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(ask())
+        except Exception as error:  # noqa: BLE001 (raised again on the thread that waits)
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="moe_ep store", daemon=True).start()
+    try:
+        return future.result(limit_secs)
+    except futures.TimeoutError as error:
+        raise EPTimeoutError(f"the store did not answer for {limit_secs:g} s") from error
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def meet(store: Store, ranks: Sequence[int], rank: int, limit_secs: float) -> int:
@@ -22,10 +58,27 @@ def meet(store: Store, ranks: Sequence[int], rank: int, limit_secs: float) -> in
         The number of the meeting, the same on every rank.
 
     Raises:
-        EPTimeoutError: not all came within `limit_secs`; names who did not.
+        EPTimeoutError: not all came within `limit_secs`, and who did not; or the store is gone.
     """
+    group = f"the EP group of ranks {list(ranks)}"
+    try:
+        number, missing = within(limit_secs + STORE_SECS, partial(_meet, store, len(ranks), rank, limit_secs))
+    except RuntimeError as error:
+        raise EPTimeoutError(
+            f"{group} could not meet, because the store does not answer: {STORE_KEEPER} has ended or is stopped. "
+            f"({error})"
+        ) from error
+    if missing:
+        raise EPTimeoutError(
+            f"{group} did not meet within {limit_secs:g} s: {name_ranks([ranks[peer] for peer in missing])} did not "
+            "take part. Every rank must construct its Buffer, and call reset(), together."
+        )
+    return number
+
+
+def _meet(store: Store, size: int, rank: int, limit_secs: float) -> tuple[int, list[int]]:
+    """The number of the meeting and nobody, or 0 and those who are missing."""
     ticket = store.add(f"tickets-of-{rank}", 1)
-    size = len(ranks)
     answer, deadline = f"answer-{rank}-{ticket}", time.monotonic() + limit_secs
     store.set(f"here-{rank}", str(ticket))
     while not store.check([answer]):
@@ -35,15 +88,13 @@ def meet(store: Store, ranks: Sequence[int], rank: int, limit_secs: float) -> in
                 store.set(f"here-{peer}", "0")
                 store.set(f"answer-{peer}-{theirs}", str(number))
         elif time.monotonic() > deadline:
-            missing = [str(peer) for peer, theirs in enumerate(_lying(store, size)) if not theirs]
-            store.set(f"here-{rank}", "0")
-            raise EPTimeoutError(
-                f"the EP group of ranks {list(ranks)} did not meet within {limit_secs:g} s: rank {', '.join(missing)} "
-                "did not take part. Every rank must construct its Buffer, and call reset(), together."
-            )
+            missing = [peer for peer, theirs in enumerate(_lying(store, size)) if not theirs]
+            # Not if a later meeting of this rank has begun: the store may have slept for long.
+            store.compare_set(f"here-{rank}", str(ticket), "0")
+            return 0, missing or [0]  # all lie there: rank 0 has not answered
         else:
             time.sleep(_POLL_SECS)
-    return int(store.get(answer))
+    return int(store.get(answer)), []
 
 
 def _lying(store: Store, size: int) -> list[int]:

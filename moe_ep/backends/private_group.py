@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from moe_ep.backends.meeting import meet
+from moe_ep.backends.meeting import STORE_KEEPER, STORE_SECS, meet, name_ranks, within
 from moe_ep.errors import EPTimeoutError
 
 _TEXT_BYTES = 2048  # of an error sentence that travels to the other ranks
@@ -60,7 +61,8 @@ class PrivateGroup:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout + timedelta(seconds=_WATCHDOG_SECS)
                 return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            connect = partial(dist.ProcessGroupGloo, store, self.rank, self.size, timeout)
+            return within(self.timeout_secs + STORE_SECS, connect)
         except (RuntimeError, ValueError) as error:
             self._dead = (
                 f"opening the EP group of ranks {list(self.ranks)} did not end within {self.timeout_secs:g} s; every "
@@ -164,33 +166,43 @@ class PrivateGroup:
 
     def _sentence(self, what: str, waited_secs: float, error: RuntimeError) -> str:
         missing = self._missing_ranks()
-        if missing:
-            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not take part"
+        if missing is None:
+            who = f"the store does not answer, so {STORE_KEEPER} has ended or is stopped. Look at its log"
+        elif missing:
+            who = f"{name_ranks(missing)} did not take part. Look at {'their logs' if len(missing) > 1 else 'its log'}"
         else:
-            who = "which rank is missing could not be found out"
+            who = "no rank is missing: the others had given up on this call, or a connection broke. Look at their logs"
         return (
-            f"{what} on rank {self.rank} of the EP group of ranks {list(self.ranks)} failed after {waited_secs:.1f} s "
-            f"(limit {self.timeout_secs:g} s): {who}. Look at the log of that rank; where all ranks live, "
-            f"Buffer.reset() on every one makes the buffer usable again. ({_first_line(error)})"
+            f"{what} on rank {self.ranks[self.rank]} of the EP group of ranks {list(self.ranks)} failed after "
+            f"{waited_secs:.1f} s (limit {self.timeout_secs:g} s): {who}; where all "
+            f"ranks live, Buffer.reset() on every one makes the buffer usable again. ({_first_line(error)})"
         )
 
-    def _missing_ranks(self) -> list[int]:
-        """Ranks that did not fail in this same exchange: every rank that fails leaves a note on the store."""
+    def _missing_ranks(self) -> list[int] | None:
+        """Global ranks that did not fail in this same exchange, as far as the store said before it was gone.
+
+        Every rank that fails leaves a note on the store, and looks for those of the others for a while.
+        """
+        found: list[int] | None = None
 
         def note(rank: int) -> str:
             return f"generation-{self.generation}/failed-{self._num_calls}-{rank}"
 
-        try:
+        def look() -> None:
+            nonlocal found
             self._store.set(note(self.rank), "1")
-            others = [rank for rank in range(self.size) if rank != self.rank]
             deadline = time.monotonic() + _BLAME_SECS
-            missing = others
+            missing = [rank for rank in range(self.size) if rank != self.rank]
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not self._store.check([note(rank)])]
+                found = [self.ranks[rank] for rank in missing]
                 time.sleep(0.05)
-        except RuntimeError:  # the store died with the rank that kept it
-            return []
-        return missing
+
+        try:
+            within(_BLAME_SECS + STORE_SECS, look)
+        except RuntimeError:  # the store is gone: what is known by now must do
+            pass
+        return found
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
