@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
     except EPTimeoutError as error:
         warn(f"rank {ranks.rank}: {error}")
         return 1
+    trainer.model.buffer.close()
     stop_ranks(ranks)
     return 0
 
