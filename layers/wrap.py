@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from moe_ep.autograd import ops
 from moe_ep.layers.experts import GroupedExperts
@@ -82,6 +82,10 @@ def wrap_fsdp(
             parameter.allreduce = False  # type: ignore[attr-defined]  # FSDP2 made new parameters
     for block in [*blocks, module]:
         _shard(block, mesh, options)
+    # FSDP2 marks ranges for the profiler, in recompute others than in forward; selective checkpointing, which wants the
+    # same operations in both, has to overlook them.
+    marks = torch.ops.profiler
+    SAC_IGNORED_OPS.update({marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction})
     return module
 
 
