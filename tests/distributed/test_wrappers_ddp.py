@@ -189,7 +189,7 @@ def _train_in_ddp(
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 @pytest.mark.parametrize(("num_passes", "recompute"), [(1, False), (2, False), (2, True)])
 def test_five_steps_in_ddp_equal_one_process(ranks: Pools, ep_size: int, num_passes: int, recompute: bool) -> None:
-    """Cases L01, L03, L04 through the wrapper, and B01: bias steps, accumulation and selective recompute count right."""
+    """Cases L01, L03, L04 and, by bias steps under accumulation and selective recompute, B01."""
     check_against_one_process(ranks.run(_train_in_ddp, 4, ep_size, num_passes, recompute))
 
 
