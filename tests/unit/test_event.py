@@ -186,10 +186,10 @@ def test_utils_answers_with_the_same_classes() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and PyTorch finds none")
 def test_on_cuda_the_waiting_stream_sees_the_work_before_the_mark() -> None:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    ones = torch.ones(1 << 20, device="cuda")
-    torch.cuda.synchronize()
+    ones = torch.zeros(1 << 20, device="cuda").add_(1.0)
+    assert ones.sum().item() == 1 << 20  # every kernel of this test is loaded before the clock runs
     with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
         ones.add_(1.0)
         event = EventOverlap(EventHandle(), (ones,))
     assert not side.query(), "the side stream must still be busy when the current stream begins to wait"
