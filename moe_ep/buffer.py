@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -257,6 +257,13 @@ class Buffer(NormalMode, LowLatency):
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """A copied model shares the buffer of the original: the group cannot be copied."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """A buffer is not pickled, not at W = 1 either: what saves a model on one rank must do so on many."""
+        raise TypeError(
+            "a Buffer cannot be pickled: it holds connections to the other ranks. Save the state_dict() of the model, "
+            "or use moe_ep.save_checkpoint; to load it, make the model anew on every rank first."
+        )
 
     def __repr__(self) -> str:
         return f"Buffer(backend={self.backend_name!r}, rank={self.rank}, group_size={self.group_size})"
