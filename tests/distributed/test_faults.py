@@ -208,13 +208,33 @@ def disagree(layer: moe_ep.MoELayer, group: dist.ProcessGroup, differs: bool, se
         step(make_layer(group, **({setting: value} if differs else {})))
 
 
+def recover(rank: Rank, act: Callable[[], None]) -> None:
+    """Rank 1 meets a fault that it survives; all ranks reset; a step."""
+    layer = make_layer(rank.group)
+    step(layer)
+    hook = layer.experts.register_forward_pre_hook(lambda *_: act()) if rank.rank == 1 else None
+    (rank.folder / f"{rank.rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()
+    kind, text = caught(lambda: step(layer))
+    assert kind in (moe_ep.EPTimeoutError, ArithmeticError), text
+    if hook is not None:
+        hook.remove()
+    elif act is stop:
+        os.kill(int((rank.folder / "1.pid").read_text()), signal.SIGCONT)
+    layer.buffer.reset()
+    before = forward(layer)
+    assert torch.equal(before, forward(layer))
+    before.sum().backward()
+
+
 WORLDS = [World(fault.name, meet_fault, fault.world, (fault,)) for fault in FAULTS]
+RECOVERIES = [World(act.__name__, recover, world, (act,)) for act, world in ((fail, 2), (stop, 4), (be_too_late, 2))]
 
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[Ended]]:
-    """How every rank of every fault ended."""
-    return run_worlds(WORLDS)
+    """How every rank ended, of every fault and of every recovery."""
+    return run_worlds([*WORLDS, *RECOVERIES])
 
 
 # case P05; P07 as the whole of a process sees it
@@ -278,31 +298,11 @@ def test_the_table_in_the_documentation_is_what_happens(ended: dict[str, list[En
 # -- where all ranks live ---------------------------------------------------------------------------------------------
 
 
-def recover(rank: Rank, act: Callable[[], None]) -> None:
-    """Rank 1 meets a fault that it survives; all ranks reset; a step."""
-    layer = make_layer(rank.group)
-    step(layer)
-    hook = layer.experts.register_forward_pre_hook(lambda *_: act()) if rank.rank == 1 else None
-    (rank.folder / f"{rank.rank}.pid").write_text(str(os.getpid()))
-    dist.barrier()
-    kind, text = caught(lambda: step(layer))
-    assert kind in (moe_ep.EPTimeoutError, ArithmeticError), text
-    if hook is not None:
-        hook.remove()
-    elif act is stop:
-        os.kill(int((rank.folder / "1.pid").read_text()), signal.SIGCONT)
-    layer.buffer.reset()
-    before = forward(layer)
-    assert torch.equal(before, forward(layer))
-    before.sum().backward()
-
-
 # case P05
-def test_where_all_ranks_live_reset_makes_the_buffer_usable() -> None:
-    worlds = [World(act.__name__, recover, world, (act,)) for act, world in ((fail, 2), (stop, 4), (be_too_late, 2))]
-    for name, ends in run_worlds(worlds).items():
-        for end in ends:
-            assert end.code == 0, f"{name}: {end.text}"
+@pytest.mark.parametrize("name", ["fail", "stop", "be_too_late"])
+def test_where_all_ranks_live_reset_makes_the_buffer_usable(ended: dict[str, list[Ended]], name: str) -> None:
+    for end in ended[name]:
+        assert end.code == 0, end.text
 
 
 CASE = make_case(x=[[1], [2], [3]], idx=[[[0]], [[1]], [[2]]], weights=[[[1]], [[1]], [[1]]], num_experts=3, hidden=2)
