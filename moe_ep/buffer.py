@@ -38,7 +38,8 @@ class Buffer(NormalMode, LowLatency):
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
             allow_mnnvl, explicitly_destroy: arguments of DeepEP V1, accepted and without effect here: memory grows with
             need and byte sizes limit nothing.
-        enable_shrink: allow ranks to be left out of the low-latency calls.
+        enable_shrink: allow ranks to be left out of the low-latency calls: those that are masked, and those that do
+            not come within the limit, from then on until `reset`.
         comm: DeepEP's mpi4py communicator; refused, give a torch.distributed group.
         backend: "torch" (torch.distributed: gloo on CPU, NCCL on CUDA), "intranode", "internode", or "auto" for the
             fastest one that this machine can run. What was chosen is `buffer.backend_name`.
@@ -198,6 +199,7 @@ class Buffer(NormalMode, LowLatency):
         """
         self.backend.reset()
         self._low_latency.hooks.clear()
+        self._low_latency.num_calls = 0  # a rank that was left out has counted fewer
 
     def close(self) -> None:
         """Releases the group and the memory, without communication; a second call does nothing."""

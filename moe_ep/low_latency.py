@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_ep.backends.base import Backend
+from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.checks import check_handle, check_int
 from moe_ep.dispatch_config import low_latency_rdma_size_hint
 from moe_ep.event import EventHandle, EventOverlap
@@ -43,9 +44,11 @@ from moe_ep.low_latency_layout import (
     without_ranks,
 )
 from moe_ep.placement import ExpertPlacement
+from moe_ep.survivors import among_the_living
 
 MAX_IN_FLIGHT = 2
 
+T = TypeVar("T")
 Hook = Callable[[], None]
 Received = Tensor | tuple[Tensor, Tensor]  # rows [L, N, H], or FP8 rows with their scales
 
@@ -83,12 +86,14 @@ class LowLatencyState:
         masked: ranks of the group that this rank leaves out.
         hooks: of calls whose results may be in flight.
         combine_buffer: handed out by `get_next_low_latency_combine_buffer`, until a combine reads it.
+        num_calls: low-latency calls begun since the last reset, counted where ranks may be left out.
     """
 
     enable_shrink: bool
     masked: set[int] = field(default_factory=set)
     hooks: list[ReceiveHook] = field(default_factory=list)
     combine_buffer: Tensor | None = None
+    num_calls: int = 0
 
     def in_flight(self) -> list[ReceiveHook]:
         self.hooks = [hook for hook in self.hooks if not hook.has_run]
@@ -130,6 +135,9 @@ class LowLatency(ABC):
 
     @abstractmethod
     def check(self) -> None: ...
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +188,8 @@ class LowLatency(ABC):
             TypeError, ValueError: a dtype, shape, id or number that cannot be served: on every rank, naming the rank.
             RuntimeError: a third result in flight, on every rank.
             ConfigError: the ranks disagree on M, the FP8 settings, H, K, E, dtype, placement or the order of calls.
-            EPTimeoutError: a rank did not come within the buffer's `timeout_secs`.
+            EPTimeoutError: a rank did not come within the buffer's `timeout_secs`; with enable_shrink the others go on
+                without it instead, and only a rank that was left out gets this.
         """
         backend, state, call, num_max = self.backend, self._low_latency, CALLS[0], num_max_dispatch_tokens_per_rank
         try:
@@ -193,13 +202,17 @@ class LowLatency(ABC):
             check_stats(cumulative_local_expert_recv_stats, "cumulative_local_expert_recv_stats", num_local, "int32")
             check_stats(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", self.group_size, "int64")
         except (TypeError, ValueError, RuntimeError) as error:
-            backend.refuse("dispatch", error)
+            self._refuse("dispatch", error)
         sent, sent_scales = encode(request.x, row_format)
+
+        def exchange() -> tuple[list[int], DispatchPlan, Tensor, Tensor | None]:
+            closed = self._agree(0, num_max, row_format, x.device)
+            plan = backend.plan(replace(request, topk_idx=without_experts(topk_idx, request.placement, closed)))
+            rows_RH = backend.dispatch(plan.handle, sent)
+            return closed, plan, rows_RH, None if sent_scales is None else backend.dispatch(plan.handle, sent_scales)
+
         began = time.monotonic()
-        closed = self._agree(0, num_max, row_format, x.device)
-        plan = backend.plan(replace(request, topk_idx=without_experts(topk_idx, request.placement, closed)))
-        rows_RH = backend.dispatch(plan.handle, sent)
-        scales_RB = None if sent_scales is None else backend.dispatch(plan.handle, sent_scales)
+        closed, plan, rows_RH, scales_RB = self._among_the_living(exchange)
         self._charge(dispatch_wait_recv_cost_stats, time.monotonic() - began, closed)
 
         num_places, hidden = self.group_size * num_max, x.shape[1]
@@ -274,7 +287,8 @@ class LowLatency(ABC):
             RuntimeError: a third result in flight, a dispatch whose hook has not run, or zero_copy without a combine
                 buffer, on every rank.
             ConfigError: the ranks combine different dispatches, or disagree on the dtype.
-            EPTimeoutError: a rank did not come within the buffer's `timeout_secs`.
+            EPTimeoutError: a rank did not come within the buffer's `timeout_secs`; with enable_shrink the others go on
+                without it instead, and only a rank that was left out gets this.
         """
         backend, state, call = self.backend, self._low_latency, CALLS[1]
         try:
@@ -287,17 +301,21 @@ class LowLatency(ABC):
             weights = slot_weights(topk_weights, topk_idx)
             check_stats(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", self.group_size, "int64")
         except (TypeError, ValueError, RuntimeError) as error:
-            backend.refuse("combine", error)
+            self._refuse("combine", error)
         rows_RH = source.reshape(-1, handle.hidden).index_select(0, handle.row_slot)
+
+        def exchange() -> tuple[list[int], Tensor]:
+            closed = self._agree(1, handle.num_max_dispatch_tokens_per_rank, AS_GIVEN, x.device)
+            routing = without_ranks(handle.routing, closed)
+            backend.open_combine(routing, rows_RH, weights, exact=True, needs_grad=False)
+            # The weights are known at home only, the sum is one of weighted rows: they follow the tokens' way first.
+            weights_RK = backend.dispatch(routing, weights)
+            slot_R = torch.remainder(routing.row_pair, routing.num_topk)
+            row_weights = weights_RK.gather(1, slot_R.unsqueeze(1))[:, 0]
+            return closed, backend.combine(routing, rows_RH, row_weights, exact=True)
+
         began = time.monotonic()
-        closed = self._agree(1, handle.num_max_dispatch_tokens_per_rank, AS_GIVEN, x.device)
-        routing = without_ranks(handle.routing, closed)
-        backend.open_combine(routing, rows_RH, weights, exact=True, needs_grad=False)
-        # The weights are known at home only, the sum is one of weighted rows: so they follow the tokens' way first.
-        weights_RK = backend.dispatch(routing, weights)
-        slot_R = torch.remainder(routing.row_pair, routing.num_topk)
-        row_weights = weights_RK.gather(1, slot_R.unsqueeze(1))[:, 0]
-        sums_TH = backend.combine(routing, rows_RH, row_weights, exact=True)
+        closed, sums_TH = self._among_the_living(exchange)
         self._charge(combine_wait_recv_cost_stats, time.monotonic() - began, closed)
         if zero_copy:
             state.combine_buffer = None
@@ -355,7 +373,7 @@ class LowLatency(ABC):
         (masked.add if mask else masked.discard)(rank_to_mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 for each masked rank and 0 for the others into `mask_status`, [W] int32.
+        """Writes 1 for each rank that is left out and 0 for the others into `mask_status`, [W] int32.
 
         Raises:
             RuntimeError: the buffer was not constructed with enable_shrink=True.
@@ -363,11 +381,11 @@ class LowLatency(ABC):
         """
         self._low_latency.check_shrink("low_latency_query_mask_buffer")
         check_stats(mask_status, "mask_status", self.group_size, "int32")
-        masked = self._low_latency.masked
-        mask_status.copy_(torch.tensor([rank in masked for rank in range(self.group_size)]))
+        left_out = self._left_out()
+        mask_status.copy_(torch.tensor([rank in left_out for rank in range(self.group_size)]))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes every rank in again. Local.
+        """Takes every masked rank in again; one that did not come in time stays out until `reset()`. Local.
 
         Raises:
             RuntimeError: the buffer was not constructed with enable_shrink=True.
@@ -389,14 +407,30 @@ class LowLatency(ABC):
 
     def _agree(self, call: int, num_max: int, row_format: int, device: torch.device) -> list[int]:
         """Compares this call with those of the other ranks; returns the ranks with which no rows are exchanged."""
-        masked = self._low_latency.masked
-        own = [call, num_max, row_format, *(int(rank in masked) for rank in range(self.group_size))]
+        left_out, members = self._left_out(), self.backend.members
+        own = [call, num_max, row_format, *(int(rank in left_out) for rank in range(self.group_size))]
         table = torch.zeros(self.group_size, len(own), dtype=torch.int64, device=device)
         table[self.rank] = torch.tensor(own)
         of_ranks = self.backend.all_reduce(table).tolist()
-        check_alike(call, of_ranks, range(self.group_size))
+        check_alike(call, of_ranks, members)
         mask = [row[3:] for row in of_ranks]
         return [peer for peer in range(self.group_size) if mask[self.rank][peer] or mask[peer][self.rank]]
+
+    def _left_out(self) -> set[int]:
+        """The ranks that this one leaves out: masked, or lost."""
+        return self._low_latency.masked | (set(range(self.group_size)) - set(self.backend.members))
+
+    def _refuse(self, operation: str, error: Exception) -> NoReturn:
+        self._among_the_living(lambda: self.backend.refuse(operation, error))
+        raise error
+
+    def _among_the_living(self, exchange: Callable[[], T]) -> T:
+        """Runs the exchange of one call, without the ranks that are lost meanwhile where they may be left out."""
+        state = self._low_latency
+        if not state.enable_shrink:
+            return exchange()
+        state.num_calls += 1
+        return among_the_living(self.backend, exchange, state.num_calls, self.empty((1,), torch.float32).zero_())
 
     def _charge(self, stats: Tensor | None, waited_secs: float, closed: Collection[int]) -> None:
         if stats is not None:

@@ -147,14 +147,25 @@ def without_ranks(routing: DispatchHandle, closed: Collection[int]) -> DispatchH
     """The same dispatch without the rows to and from some ranks: here they become padding, at home unused slots."""
     if not closed:
         return routing
+
+    def opened(counts: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(0 if rank in closed else num for rank, num in enumerate(counts))
+
     ranks = torch.tensor(sorted(closed), device=routing.row_pair.device)
+    is_sent = ~torch.isin(_peer_of_rows(routing.send_counts, ranks.device), ranks)
+    is_received = ~torch.isin(_peer_of_rows(routing.recv_counts, ranks.device), ranks)
     compact_R = torch.div(routing.row_pair, routing.num_topk, rounding_mode="floor").clamp(min=0)
-    is_closed_R = torch.isin(_peer_of_rows(routing.recv_counts, ranks.device)[compact_R], ranks)
+    kept_before = torch.cumsum(is_received, 0) - is_received.long()
+    pair_R = kept_before[compact_R] * routing.num_topk + torch.remainder(routing.row_pair, routing.num_topk)
     return replace(
         routing,
+        send_counts=opened(routing.send_counts),
+        recv_counts=opened(routing.recv_counts),
+        recv_pairs=opened(routing.recv_pairs),
         slot_rank=routing.slot_rank.masked_fill(torch.isin(routing.slot_rank, ranks), -1),
-        row_pair=routing.row_pair.masked_fill(is_closed_R, -1),
-        recv_pairs=tuple(0 if rank in closed else num for rank, num in enumerate(routing.recv_pairs)),
+        send_token=routing.send_token[is_sent],
+        recv_token=routing.recv_token[is_received],
+        row_pair=torch.where((routing.row_pair >= 0) & is_received[compact_R], pair_R, -1),
     )
 
 

@@ -143,5 +143,24 @@ class Backend(Protocol):
     def reset(self) -> None:
         """Makes the backend usable after an `EPTimeoutError`. Collective."""
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Places of the ranks that take part: all of them, but for those that `shrink` left out."""
+
+    def shrink(self, note: int) -> dict[int, int]:
+        """After an `EPTimeoutError`: goes on without those that do not come, until `reset`. Collective over the rest.
+
+        Ranks keep their places. A call that would move rows to or from a rank that was left out is refused.
+
+        Args:
+            note: a number that the ranks tell each other.
+
+        Returns:
+            By place, the `note` of each rank that came.
+
+        Raises:
+            EPTimeoutError: the others went on without this rank.
+        """
+
     def close(self) -> None:
         """Releases what the backend holds, without communication."""

@@ -97,6 +97,43 @@ def _meet(store: Store, size: int, rank: int, limit_secs: float) -> tuple[int, l
     return int(store.get(answer)), []
 
 
+def meet_survivors(store: Store, places: Sequence[int], place: int, note: int, patience_secs: float) -> dict[int, int]:
+    """Meets whoever of a group comes: `places` are asked, `place` is this rank's. One store a meeting.
+
+    The first to come decides who was there: at once when all are, after `patience_secs` otherwise.
+
+    Returns:
+        By place, the number that each who came laid down (`note`); the same on every rank. A rank that came after the
+        decision is not among them.
+
+    Raises:
+        EPTimeoutError: the rank that decides, or the store, is gone.
+    """
+    try:
+        ask = partial(_meet_survivors, store, places, place, note, patience_secs)
+        return within(2 * patience_secs + STORE_SECS, ask)
+    except RuntimeError as error:
+        raise EPTimeoutError(
+            f"the ranks that are left of the EP group could not meet: {STORE_KEEPER}, or the rank that decides who is "
+            f"left, has ended or is stopped. ({error})"
+        ) from error
+
+
+def _meet_survivors(store: Store, places: Sequence[int], place: int, note: int, patience_secs: float) -> dict[int, int]:
+    store.set(f"note-{place}", str(note))
+    decides, began = store.add("arrived", 1) == 1, time.monotonic()
+    while not store.check(["came"]):
+        waited_secs = time.monotonic() - began
+        there = [peer for peer in places if store.check([f"note-{peer}"])] if decides else []
+        if decides and (waited_secs > patience_secs or len(there) == len(places)):
+            store.set("came", " ".join(map(str, there)))
+        elif waited_secs > 2 * patience_secs:
+            raise EPTimeoutError(f"no decision within {2 * patience_secs:g} s")
+        else:
+            time.sleep(_POLL_SECS)
+    return {int(peer): int(store.get(f"note-{peer}")) for peer in store.get("came").decode().split()}
+
+
 def _lying(store: Store, size: int) -> list[int]:
     """The ticket of every rank, 0 where none lies."""
     keys = [f"here-{rank}" for rank in range(size)]

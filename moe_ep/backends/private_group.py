@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from moe_ep.backends.meeting import STORE_KEEPER, STORE_SECS, meet, name_ranks, within
+from moe_ep.backends.meeting import STORE_KEEPER, STORE_SECS, meet, meet_survivors, name_ranks, within
 from moe_ep.errors import EPTimeoutError
 
 _TEXT_BYTES = 2048  # of an error sentence that travels to the other ranks
@@ -44,24 +44,31 @@ class PrivateGroup:
         self.uses_cuda = "nccl" in str(dist.get_backend_config(group))
         self._dead: str | None = None
         self._num_calls = 0
+        self.members = tuple(range(len(self.ranks)))  # places of the ranks that take part
+        self._num_shrinks = 0
         name = "moe_ep/" + "-".join(str(rank) for rank in self.ranks)
         store = c10d.PrefixStore(name, c10d._get_default_store())
         self._store = c10d.PrefixStore(str(meet(store, self.ranks, self.rank, timeout_secs)), store)
-        self._group = self._open()
+        self._group = self._open(self._era())
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def _open(self) -> Any:  # ProcessGroupGloo or ProcessGroupNCCL; torch ships no stubs for their methods
-        store = c10d.PrefixStore(f"generation-{self.generation}", self._store)
+    def _era(self) -> str:
+        """Names what happens on the store between two openings of the group."""
+        return f"generation-{self.generation}/shrink-{self._num_shrinks}"
+
+    def _open(self, name: str) -> Any:  # ProcessGroupGloo or ProcessGroupNCCL; torch ships no stubs for their methods
+        store = c10d.PrefixStore(name, self._store)
+        place, size = self.members.index(self.rank), len(self.members)
         timeout = timedelta(seconds=self.timeout_secs)
         try:
             if self.uses_cuda:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout + timedelta(seconds=_WATCHDOG_SECS)
-                return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-            connect = partial(dist.ProcessGroupGloo, store, self.rank, self.size, timeout)
+                return dist.ProcessGroupNCCL(store, place, size, options)
+            connect = partial(dist.ProcessGroupGloo, store, place, size, timeout)
             return within(self.timeout_secs + STORE_SECS, connect)
         except (RuntimeError, ValueError) as error:
             self._dead = (
@@ -74,10 +81,40 @@ class PrivateGroup:
         """Meets the other ranks on a fresh group and raises the generation. Collective."""
         # Another rank may still wait in a call, and then find out who is missing, before it comes here.
         self.generation = meet(self._store, self.ranks, self.rank, 2 * self.timeout_secs + _BLAME_SECS)
-        self._group = self._open()
+        self.members, self._num_shrinks = tuple(range(self.size)), 0
+        self._group = self._open(self._era())
         self._dead = None
         self._num_calls = 0  # the ranks have made different numbers of calls, and name their notes by them
         self._run("reset", lambda: self._group.barrier(dist.BarrierOptions()))
+
+    def shrink(self, note: int) -> dict[int, int]:
+        """Goes on with those of the ranks that come, after a failed call. Collective over those that live.
+
+        Ranks keep their places; nothing is exchanged with the places that are not in `members` any more.
+
+        Returns:
+            By place, the `note` of each rank that came.
+
+        Raises:
+            EPTimeoutError: they went on without this rank, or the store is lost.
+        """
+        if self.rank not in self.members:
+            raise EPTimeoutError(f"{self._dead}. Call Buffer.reset() on every rank first.")
+        self._num_shrinks += 1
+        store = c10d.PrefixStore(f"{self._era()}/meeting", self._store)
+        # Another rank may still wait in a call, and then find out who is missing, before it comes here.
+        patience_secs = 2 * self.timeout_secs + _BLAME_SECS + STORE_SECS
+        notes = meet_survivors(store, self.members, self.rank, note, patience_secs)
+        self.members, self._num_calls = tuple(sorted(notes)), 0
+        if self.rank not in notes:
+            self._dead = (
+                f"{name_ranks([self.ranks[rank] for rank in self.members])} of the EP group of ranks "
+                f"{list(self.ranks)} went on without rank {self.ranks[self.rank]}, which came too late"
+            )
+            raise EPTimeoutError(f"{self._dead}. Where all ranks live, call Buffer.reset() on every one.")
+        self._group = self._open(self._era())
+        self._dead = None
+        return notes
 
     def break_off(self, reason: str) -> None:
         """Bars the group: the next exchange of this rank would meet the rest of an older one on the others."""
@@ -100,7 +137,10 @@ class PrivateGroup:
         """Sends `send_counts[r]` rows of `send` (ordered by rank) to each rank r; returns the rows received.
 
         Any dtype travels: the rows go as bytes. On CUDA the current stream waits for them, the host only if told to.
+        Counts to and from ranks that take no part are 0.
         """
+        num_out = [send_counts[rank] for rank in self.members]
+        num_in = [recv_counts[rank] for rank in self.members]
         send = send.contiguous()
         out = send.new_empty(sum(recv_counts), *send.shape[1:])
         rows_out, rows_in = _as_bytes(out), _as_bytes(send)
@@ -108,16 +148,22 @@ class PrivateGroup:
         options.timeout = timedelta(seconds=self.timeout_secs)
         self._run(
             what,
-            lambda: self._group.alltoall_base(rows_out, rows_in, list(recv_counts), list(send_counts), options),
+            lambda: self._group.alltoall_base(rows_out, rows_in, num_in, num_out, options),
             host_waits,
         )
         return out
 
     def all_to_all_host(self, table: Tensor, what: str) -> Tensor:
-        """One row of a small CPU table to each rank; the host waits for the rows of the others."""
+        """One row of a small CPU table to each rank; the host waits for the rows of the others.
+
+        The row from a rank that takes no part is zero.
+        """
         device = torch.device("cuda", torch.cuda.current_device()) if self.uses_cuda else torch.device("cpu")
-        one_each = [1] * self.size
-        return self.all_to_all(table.to(device), what, one_each, one_each, host_waits=True).cpu()
+        members = list(self.members)
+        one_each = [int(rank in members) for rank in range(self.size)]
+        received = torch.zeros_like(table)
+        received[members] = self.all_to_all(table[members].to(device), what, one_each, one_each, host_waits=True).cpu()
+        return received
 
     def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
         """Sums in place over the ranks."""
@@ -186,13 +232,13 @@ class PrivateGroup:
         found: list[int] | None = None
 
         def note(rank: int) -> str:
-            return f"generation-{self.generation}/failed-{self._num_calls}-{rank}"
+            return f"{self._era()}/failed-{self._num_calls}-{rank}"
 
         def look() -> None:
             nonlocal found
             self._store.set(note(self.rank), "1")
             deadline = time.monotonic() + _BLAME_SECS
-            missing = [rank for rank in range(self.size) if rank != self.rank]
+            missing = [rank for rank in self.members if rank != self.rank]
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not self._store.check([note(rank)])]
                 found = [self.ranks[rank] for rank in missing]

@@ -73,7 +73,7 @@ class TorchDistBackend:
             num_tokens=ids_TK.shape[0],
             row_counts=layout.send_counts,
         )
-        headers = self._agreement.exchange(header, refusal)
+        headers = self._agreement.exchange(header, refusal or self._agreement.refusal_of(layout.send_counts))
         handle = DispatchHandle(
             ranks=self.ranks,
             rank=self.rank,
@@ -280,6 +280,13 @@ class TorchDistBackend:
         if self._group is not None:
             self._group.reopen()
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (0,) if self._group is None else self._group.members
+
+    def shrink(self, note: int) -> dict[int, int]:
+        return {0: note} if self._group is None else self._group.shrink(note)
+
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
@@ -308,7 +315,7 @@ class TorchDistBackend:
             placement=handle.placement,
             x_needs_grad=needs_grad,
         )
-        return self._agreement.exchange(header, None)
+        return self._agreement.exchange(header, self._agreement.refusal_of(handle.send_counts, handle.recv_counts))
 
     def _scatter_rows(self, handle: DispatchHandle, x: Tensor) -> Tensor:
         """[T, H] at the sources -> [S, H] compact rows here."""
