@@ -8,7 +8,10 @@ their buffers at different moments would wait for each other under different nam
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -43,6 +46,7 @@ class PrivateGroup:
         self.timeout_secs = timeout_secs
         self.uses_cuda = "nccl" in str(dist.get_backend_config(group))
         self._dead: str | None = None
+        self._closed: str | None = None
         self._num_calls = 0
         self.members = tuple(range(len(self.ranks)))  # places of the ranks that take part
         self._num_shrinks = 0
@@ -50,6 +54,8 @@ class PrivateGroup:
         store = c10d.PrefixStore(name, c10d._get_default_store())
         self._store = c10d.PrefixStore(str(meet(store, self.ranks, self.rank, timeout_secs)), store)
         self._group = self._open(self._era())
+        itself = weakref.ref(self)  # Python keeps what is registered for ever; this keeps no group alive
+        os.register_at_fork(after_in_child=lambda: _leave_to_parent(itself()))
 
     @property
     def size(self) -> int:
@@ -79,6 +85,8 @@ class PrivateGroup:
 
     def reopen(self) -> None:
         """Meets the other ranks on a fresh group and raises the generation. Collective."""
+        if self._closed is not None:
+            raise RuntimeError(f"reset was not started: {self._closed}.")
         # Another rank may still wait in a call, and then find out who is missing, before it comes here.
         self.generation = meet(self._store, self.ranks, self.rank, 2 * self.timeout_secs + _BLAME_SECS)
         self.members, self._num_shrinks = tuple(range(self.size)), 0
@@ -122,6 +130,7 @@ class PrivateGroup:
 
     def close(self) -> None:
         """Lets the group go without talking to anyone."""
+        self._closed = "the buffer is closed. Close it after the last backward"
         self._group = None
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -183,8 +192,8 @@ class PrivateGroup:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def _run(self, what: str, start: Callable[[], dist.Work], host_waits: bool = False) -> None:
-        if self._group is None:
-            raise RuntimeError(f"{what} was not started: the buffer is closed. Close it after the last backward.")
+        if self._closed is not None:
+            raise RuntimeError(f"{what} was not started: {self._closed}.")
         if self._dead is not None:
             raise EPTimeoutError(f"{what} was not started: {self._dead}. Call Buffer.reset() on every rank first.")
         self._num_calls += 1
@@ -249,6 +258,14 @@ class PrivateGroup:
         except RuntimeError:  # the store is gone: what is known by now must do
             pass
         return found
+
+
+def _leave_to_parent(group: PrivateGroup | None) -> None:
+    """In a forked child (a data worker, say) the connections of `group` are the parent's, and its threads are missing."""
+    if group is not None and group._group is not None:
+        group._closed = "this process was forked from the rank that the buffer belongs to. Use it there only"
+        # One reference too many: the destructor would wait for the threads.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._group))
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
