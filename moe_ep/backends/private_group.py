@@ -261,7 +261,7 @@ class PrivateGroup:
 
 
 def _leave_to_parent(group: PrivateGroup | None) -> None:
-    """In a forked child (a data worker, say) the connections of `group` are the parent's, and its threads are missing."""
+    """In a forked child (a data worker, say) the connections of `group` are the parent's, its threads are missing."""
     if group is not None and group._group is not None:
         group._closed = "this process was forked from the rank that the buffer belongs to. Use it there only"
         # One reference too many: the destructor would wait for the threads.
