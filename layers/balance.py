@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from moe_ep.autograd.once import once_differentiable
 
 
 def expert_counts(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
@@ -186,7 +187,7 @@ class _CarryAuxLoss(torch.autograd.Function):
         return topk_weights_TK.view_as(topk_weights_TK)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("TopKRouter")
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         (counts_E,) = ctx.saved_tensors
         if not ctx.counted:

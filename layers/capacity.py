@@ -34,7 +34,8 @@ def expert_capacity(num_tokens: Tensor, topk: int, num_experts: int, capacity_fa
     Returns:
         Scalar int64 on the device of `num_tokens`.
     """
-    factor = Fraction(repr(float(capacity_factor))).limit_denominator(_FACTOR_DENOMINATOR_LIMIT)
+    # Nobody means more than 10,000 times the even share, and the products must fit 64 bits.
+    factor = Fraction(repr(min(float(capacity_factor), 1e4))).limit_denominator(_FACTOR_DENOMINATOR_LIMIT)
     numerator, denominator = topk * factor.numerator, num_experts * factor.denominator
     return -((-num_tokens * numerator) // denominator)
 
@@ -90,7 +91,7 @@ def apply_capacity(
     routed_TK = topk_idx_TK >= 0
     num_tokens = routed_TK.any(dim=1).sum()
     capacity = expert_capacity(num_tokens, topk, num_experts, capacity_factor)
-    priority_TK = topk_weights_TK if drop_policy == "weight" else None
+    priority_TK = topk_weights_TK.detach().float() if drop_policy == "weight" else None
     keep_TK = (position_in_expert(topk_idx_TK, priority_TK, num_experts) < capacity) & routed_TK
     num_dropped = routed_TK.sum() - keep_TK.sum()
     kept_weights_TK = torch.where(keep_TK, topk_weights_TK, torch.zeros_like(topk_weights_TK))

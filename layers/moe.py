@@ -54,6 +54,7 @@ class MoELayer(nn.Module):
         _check_size(config, ep_group)
         _check_fp8(config)
         self.config = config
+        _check_buffer(buffer, ep_group)
         self.buffer = buffer or Buffer(
             ep_group, backend=config.ep.backend, num_sms=config.ep.comm_sms, timeout_secs=config.ep.timeout_secs
         )
@@ -76,16 +77,16 @@ class MoELayer(nn.Module):
             y, shape and dtype of x, also under autocast.
 
         Raises:
-            ValueError: the last dimension is not H, or the mask does not fit.
+            ValueError: the last dimension is not H, x is not floating, or the mask does not fit; on every rank.
             EPTimeoutError: a rank of the group did not come.
         """
-        if x.shape[-1] != self.config.hidden_size:
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but this layer has hidden_size = {self.config.hidden_size}; the last "
-                "dimension must be that."
-            )
+        error = self._input_error(x, padding_mask)
+        if error is not None:
+            self.buffer.backend.refuse("dispatch", error)  # so that the other ranks raise too, and none waits
         x_TH = x.reshape(-1, x.shape[-1])
         mask_T = None if padding_mask is None else padding_mask.reshape(-1)
+        if mask_T is not None:  # padding may hold anything, NaN too: no part of the layer reads it
+            x_TH = x_TH.masked_fill(mask_T.unsqueeze(1), 0)
         topk_idx, topk_weights = self.router(x_TH, mask_T, self._sequence_idx(x))
         out = dispatch(
             self.buffer,
@@ -111,9 +112,9 @@ class MoELayer(nn.Module):
             `tokens_per_expert` [E] int64, routed pairs of this rank's tokens before capacity drops;
             `max_over_mean_load` float32 scalar, its largest entry over its mean (1 is perfect; 0 without tokens);
             `dropped` int64 scalar, pairs dropped by the capacity limit; `rows` int64 scalar, rows that this rank's
-            experts received, padding included; and one float32 scalar for each auxiliary loss that is switched on,
-            coefficient included (`aux_loss`, `seq_aux_loss`, `global_aux_loss`, `z_loss`). Sum `tokens_per_expert`
-            over the ranks for the load of the group.
+            experts received, padding included; and, of the last forward that trained, one scalar for each auxiliary
+            loss that is switched on, coefficient included (`aux_loss`, `seq_aux_loss`, `global_aux_loss`, `z_loss`).
+            Sum `tokens_per_expert` over the ranks for the load of the group.
         """
         counts_E = self.router.last_counts.detach().clone()
         mean = counts_E.float().mean().clamp(min=1e-30)
@@ -136,6 +137,22 @@ class MoELayer(nn.Module):
                 the group of all ranks, or their biases drift apart.
         """
         self.router.update_expert_bias(self.buffer.all_reduce if group is None else _sum_over(group))
+
+    def _input_error(self, x: Tensor, padding_mask: Tensor | None) -> ValueError | None:
+        """Why this rank cannot serve its input, if it cannot."""
+        if x.dim() < 1 or x.shape[-1] != self.config.hidden_size or not x.is_floating_point():
+            return ValueError(
+                f"x is {x.dtype} of shape {list(x.shape)}, but this layer has hidden_size = "
+                f"{self.config.hidden_size}; the last dimension must be that, and the dtype a floating one."
+            )
+        if padding_mask is None:
+            return None
+        if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool or padding_mask.device != x.device:
+            return ValueError(
+                f"padding_mask is {padding_mask.dtype} of shape {list(padding_mask.shape)} on {padding_mask.device}; "
+                f"it must be bool of shape {list(x.shape[:-1])} on {x.device}, True for padding."
+            )
+        return None
 
     def _sequence_idx(self, x: Tensor) -> Tensor | None:
         """[T] number of each token's sequence, where a loss asks for it."""
@@ -169,6 +186,14 @@ def _check_size(config: MoEConfig, ep_group: dist.ProcessGroup | None) -> None:
         raise ConfigError(
             f"ep.size is {size}, but ep_group has {actual} ranks; pass a group of {size} ranks, or set ep.size to "
             f"{actual} or auto."
+        )
+
+
+def _check_buffer(buffer: Buffer | None, ep_group: dist.ProcessGroup | None) -> None:
+    size = 1 if ep_group is None else dist.get_world_size(ep_group)
+    if buffer is not None and buffer.group_size != size:
+        raise ConfigError(
+            f"the buffer spans {buffer.group_size} ranks, but ep_group has {size}; give a buffer over the same group."
         )
 
 

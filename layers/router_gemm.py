@@ -12,7 +12,8 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from moe_ep.autograd.once import once_differentiable
 
 _MM_HAS_OUT_DTYPE: Final = hasattr(torch.ops.aten.mm, "dtype")  # torch >= 2.8
 
@@ -32,7 +33,7 @@ class _RouterLogits(torch.autograd.Function):
         return _mm(x_TH, weight_EH.t(), ctx.wide)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("TopKRouter")
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
         grad_x = _mm(grad_TE, weight_EH, ctx.wide).to(x_TH.dtype) if ctx.needs_input_grad[0] else None

@@ -1,6 +1,6 @@
 """A drop-in Mixture-of-Experts layer with expert parallelism for pretraining."""
 
-from moe_ep import utils
+from moe_ep import integrations, parallel, utils
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.dispatch import dispatch
 from moe_ep.buffer import Buffer
@@ -30,8 +30,10 @@ __all__ = [
     "TopKRouter",
     "combine",
     "dispatch",
+    "integrations",
     "load_checkpoint",
     "load_config",
+    "parallel",
     "save_checkpoint",
     "topk_idx_t",
     "utils",

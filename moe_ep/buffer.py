@@ -20,6 +20,7 @@ from moe_ep.low_latency import LowLatency, LowLatencyState
 from moe_ep.normal_mode import NormalMode
 from moe_ep.placement import ExpertPlacement
 
+MAX_TIMEOUT_SECS = 1e6  # what the waits of torch.distributed can hold, with a margin
 BACKENDS = ("auto", "torch", "intranode", "internode")
 
 # Lets custom ops, which take tensors and ints, find a buffer by its number. Weak: it keeps no buffer alive.
@@ -77,8 +78,10 @@ class Buffer(NormalMode, LowLatency):
             raise ConfigError(
                 "comm was given; this library meets over torch.distributed. Pass a process group as group."
             )
-        if not timeout_secs > 0:
-            raise ConfigError(f"timeout_secs is {timeout_secs}; it must be above 0 seconds.")
+        if not 0 < timeout_secs <= MAX_TIMEOUT_SECS:
+            raise ConfigError(
+                f"timeout_secs is {timeout_secs}; it must lie above 0 and at most at {MAX_TIMEOUT_SECS:g} s."
+            )
         if num_sms is not None and num_sms < 1:
             raise ConfigError(f"num_sms is {num_sms}; it must be at least 1, or None for the default.")
         self.group = group

@@ -14,6 +14,7 @@ from moe_ep.placement import ExpertPlacement
 ROW_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 IDX_DTYPES = (torch.int64, torch.int32)
 MAX_TOPK = 64
+MAX_ROWS = 2**31 - 1
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -33,6 +34,8 @@ def check_int(value: object, name: str) -> None:
 def check_rows(rows: Tensor, name: str) -> None:
     """[R, H] in one of the row dtypes."""
     check_tensor(rows, name)
+    if rows.layout != torch.strided or rows.is_meta:
+        raise TypeError(f"{name} is a {rows.layout} tensor on {rows.device}; give an ordinary dense tensor with data.")
     if rows.dtype not in ROW_DTYPES:
         raise TypeError(f"{name} is {rows.dtype}; rows travel as {_names(ROW_DTYPES)}. Convert it first.")
     if rows.dim() != 2 or rows.shape[1] < 1:
@@ -85,10 +88,12 @@ def check_layout(layout: str, alignment: int, max_rows: int | None) -> Layout:
     check_int(alignment, "alignment")
     if max_rows is not None:
         check_int(max_rows, "max_rows")
-    if alignment < 1:
-        raise ValueError(f"alignment is {alignment}; it must be at least 1 (1 = no padding).")
-    if max_rows is not None and max_rows < 0:
-        raise ValueError(f"max_rows is {max_rows}; it must be at least 0, or None for as many rows as come.")
+    if not 1 <= alignment <= MAX_ROWS:
+        raise ValueError(f"alignment is {alignment}; it must be at least 1 (no padding) and at most {MAX_ROWS}.")
+    if max_rows is not None and not 0 <= max_rows <= MAX_ROWS:
+        raise ValueError(
+            f"max_rows is {max_rows}; it must be at least 0 and at most {MAX_ROWS}, or None for as many as come."
+        )
     return LAYOUTS[LAYOUTS.index(layout)]
 
 
@@ -142,6 +147,14 @@ def check_handle(
 def check_combine(handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool) -> None:
     """rows [R, H] and weights [R] that fit the handle."""
     check_rows(rows, "rows")
+    if not isinstance(exact, bool):
+        raise TypeError(f"exact is {exact!r}; give True or False.")
+    for name, tensor in (("rows", rows), ("topk_weights", weights)):
+        if isinstance(tensor, Tensor) and tensor.device != handle.send_token.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and the handle on {handle.send_token.device}; move it to the device of "
+                "its dispatch."
+            )
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows has shape {list(rows.shape)}, but the handle stands for {handle.num_rows} rows; combine takes as "

@@ -56,7 +56,11 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, owner: Sequence[int], world_size: int) -> ExpertPlacement:
-        return cls(tuple(int(rank) for rank in owner), world_size)
+        ranks = tuple(owner)
+        odd = next((rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int)), None)
+        if odd is not None:
+            raise TypeError(f"expert_placement holds {odd!r}; give one group rank, an int, for every expert.")
+        return cls(ranks, world_size)
 
     @property
     def num_experts(self) -> int:
