@@ -156,7 +156,10 @@ def stack_layers(group: dist.ProcessGroup, shared: bool) -> list[int]:
 
 # case T06
 @needs_glibc
-@pytest.mark.parametrize("shared", [True, False], ids=["one buffer", "a buffer each"])
+@pytest.mark.parametrize(
+    "shared",
+    [pytest.param(True, id="one buffer"), pytest.param(False, id="a buffer each", marks=pytest.mark.slow(ci=True))],
+)
 @on_two
 def test_forty_eight_layers_hold_their_memory(ranks: Pools, world: int, shared: bool) -> None:
     for memory in ranks.run(stack_layers, world, shared, timeout_secs=100.0):
