@@ -16,7 +16,7 @@ ARCHS := sm_80 sm_90a sm_100a
 
 # Tests marked slow stay out, but for slow(ci=True) where CI is set.
 TESTS := not slow$(if $(CI), or slow(ci=True))
-TEST_SECS := 1300
+TEST_SECS := 2400
 
 .PHONY: help demo test lint types csrc-check csrc-objects unit format clean
 .DEFAULT_GOAL := help
