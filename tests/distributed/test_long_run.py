@@ -26,8 +26,8 @@ from tests.ranks import Pool, Pools
 
 SETTLED = 50  # the step after which memory must be flat
 # What may be added to RSS between step 50 and the end. A step that kept its handles (a kilobyte or more for each layer)
-# or one activation (2 KiB) would add 4 MiB and more in 2,000 steps. Measured: 1.0 MiB, 0.8 of them before step 500, while
-# the allocator meets ever rarer row counts.
+# or one activation (2 KiB) would add 4 MiB and more in 2,000 steps. Measured: 1.0 MiB, 0.8 of them before step 500,
+# while the allocator meets ever rarer row counts.
 MAX_GROWTH_BYTES = 2 * 2**20
 MAX_NEW_OBJECTS = 50  # of some 10^5: caches that fill on a rare path; a leak would be thousands
 

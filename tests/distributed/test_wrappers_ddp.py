@@ -5,9 +5,12 @@ The model and the training of this file serve the tests of the other wrappers to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -211,3 +214,21 @@ def _what_ddp_holds(group: dist.ProcessGroup) -> None:
 @pytest.mark.world_size(4)
 def test_ddp_leaves_experts_and_counters_alone(ranks: Pools) -> None:
     ranks.run(_what_ddp_holds, 4)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def _snippet(group: dist.ProcessGroup, place: int) -> None:
+    names: dict[str, Any] = {}
+    for code in (SNIPPETS[0], SNIPPETS[place]):
+        exec(compile(code, PAGE.name, "exec"), names)
+    assert 0 < names.get("norm", 1.0) < float("inf")
+    names["buffer"].close()
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("place", range(1, len(SNIPPETS)))
+def test_the_snippets_of_the_page_run(ranks: Pools, place: int) -> None:
+    ranks.run(_snippet, 4, place)
