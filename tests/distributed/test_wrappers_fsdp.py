@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -106,6 +108,32 @@ def _save_and_load(group: dist.ProcessGroup, ep_size: int) -> None:
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 def test_a_shard_saves_and_loads_its_experts_under_their_global_ids(ranks: Pools, ep_size: int) -> None:  # case M01
     ranks.run(_save_and_load, 4, ep_size)
+
+
+def _stored(group: dist.ProcessGroup, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model as it was saved at EP size 2 and as it was loaded at EP size 4."""
+    saved, _ = _sharded(2)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.mul_(1.5)
+    dcp.save(saved.state_dict(), checkpoint_id=path, process_group=group)
+    loaded, _ = _sharded(4)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=path, process_group=group)
+    loaded.load_state_dict(state)
+    for model in (saved, loaded):
+        model.layers()[0].buffer.close()
+    return _whole(saved), _whole(loaded)
+
+
+@pytest.mark.world_size(4)
+def test_a_stored_state_dict_loads_at_another_ep_size(ranks: Pools, tmp_path: Path) -> None:  # case M01
+    results = ranks.run(_stored, 4, tmp_path)
+    saved = {name: tensor for before, _ in results for name, tensor in before.items()}
+    loaded = {name: tensor for _, after in results for name, tensor in after.items()}
+    assert saved.keys() == loaded.keys() == Model(None).state_dict().keys()
+    for name, tensor in saved.items():
+        assert_same_bits(loaded[name], tensor, name)
 
 
 def _drawn_again(group: dist.ProcessGroup) -> None:
