@@ -88,6 +88,8 @@ def combine(
         weights = None if topk_weights is None else as_weights(topk_weights, rows.dtype, "topk_weights")
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("combine", error)
+    if ops.is_watched():
+        return ops.compiled_combine(buffer, rows, handle, topk_weights, exact)
     wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
     joins_backward = backend.open_combine(handle, rows, weights, exact, wants_grad)
     y: Tensor = Combine.apply(rows, weights, buffer.anchor if joins_backward else None, backend, handle, exact)  # type: ignore[no-untyped-call]

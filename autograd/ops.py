@@ -221,6 +221,28 @@ def _combine_backward_fake(
 combine_op.register_autograd(_combine_grad, setup_context=_combine_setup)
 
 
+# -- counts over the group --------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("moe_ep::all_reduce", mutates_args=())
+def all_reduce_op(tensor: Tensor, buffer: int) -> Tensor:
+    """The sum over the EP group; not differentiable."""
+    return _backend(buffer).all_reduce(tensor.clone())
+
+
+@all_reduce_op.register_fake
+def _all_reduce_fake(tensor: Tensor, buffer: int) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def all_reduce(buffer: Buffer, tensor: Tensor) -> Tensor:
+    """The sum of `tensor` over the EP group, one operation where it is watched. Collective."""
+    if not is_watched():
+        return buffer.all_reduce(tensor)
+    total: Tensor = all_reduce_op(tensor, buffer.key)
+    return total
+
+
 # -- the way in, from watched code ------------------------------------------------------------------------------------
 
 

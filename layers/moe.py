@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_ep.autograd import ops
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.dispatch import dispatch
 from moe_ep.buffer import Buffer
@@ -99,8 +98,7 @@ class MoELayer(nn.Module):
         )
         self._last_rows = out.expert_offsets[-1]
         rows_RH = self.experts(out.x, out.tokens_per_expert, out.expert_offsets)
-        join = ops.compiled_combine if ops.is_watched() else combine
-        y_TH = join(self.buffer, rows_RH, out.handle, out.topk_weights, self.config.ep.exact)
+        y_TH = combine(self.buffer, rows_RH, out.handle, out.topk_weights, exact=self.config.ep.exact)
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH).to(y_TH.dtype)
         return y_TH.reshape(x.shape)

@@ -12,6 +12,7 @@ Letters: T tokens, H hidden, E experts, K experts per token.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from moe_ep.autograd import ops
 from moe_ep.config import MoEConfig
 from moe_ep.layers import balance
 from moe_ep.layers.capacity import apply_capacity
@@ -208,7 +210,7 @@ class TopKRouter(nn.Module):
                     probs_TE, topk_idx_TK, sequence_idx, options.topk, options.seq_aux_loss_coef
                 )
             if options.global_aux_loss_coef:
-                all_reduce = None if self.buffer is None else self.buffer.all_reduce
+                all_reduce = None if self.buffer is None else functools.partial(ops.all_reduce, self.buffer)
                 losses["global_aux_loss"] = balance.global_aux_loss(
                     probs_TE, counts_E, options.topk, options.global_aux_loss_coef, all_reduce
                 )

@@ -106,7 +106,8 @@ def keep_exchange(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) ->
     Kept are the rows that dispatch received with their routing, the sum that combine returned, and the router's choice;
     so recompute runs the experts without any communication. Call it from a policy of your own to keep more.
     """
-    kept = operation in (ops.dispatch_op._opoverload, ops.combine_op._opoverload, torch.ops.aten.topk.default)
+    exchanges = (ops.dispatch_op, ops.combine_op, ops.all_reduce_op)
+    kept = operation is torch.ops.aten.topk.default or operation in [op._opoverload for op in exchanges]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

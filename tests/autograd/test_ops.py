@@ -43,6 +43,11 @@ def test_opcheck_combine_and_the_two_backwards(layout: str, weighted: bool) -> N
         torch.library.opcheck(ops.combine_op, (leaf, leaf_weights, buffer.anchor, handle, buffer.key, False, True))
 
 
+def test_opcheck_all_reduce() -> None:
+    with moe_ep.Buffer() as buffer:
+        torch.library.opcheck(ops.all_reduce_op, (torch.arange(3), buffer.key))
+
+
 def test_a_compiled_exchange_has_the_bits_of_the_eager_one() -> None:
     with moe_ep.Buffer() as buffer:
 

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ep
+from moe_ep.autograd import ops
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.layers.wrap import keep_exchange, keep_exchange_contexts
 from tests.compare import assert_same_bits
 from tests.distributed.test_layer import all_tokens, layer_config
 from tests.ranks import Pools
 
-EXCHANGES = ("plan", "dispatch", "open_combine", "combine", "dispatch_backward", "combine_backward")
+EXCHANGES = ("plan", "dispatch", "open_combine", "combine", "dispatch_backward", "combine_backward", "all_reduce")
 
 
 def _own_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -95,13 +96,48 @@ def test_recompute_communicates_only_where_the_whole_layer_is_recomputed(
     ranks: Pools, mode: str, world: int
 ) -> None:  # case A06
     times = 2 if mode in ("plain", "reentrant") else 1
-    expected = {name: 1 if "backward" in name else times for name in EXCHANGES}
+    expected = {name: 1 if "backward" in name else times for name in EXCHANGES if name != "all_reduce"}
     plain = ranks.run(_step, world, "none")
     for (results, counts, num_runs), (unchanged, _, _) in zip(ranks.run(_step, world, mode), plain, strict=True):
         assert counts == expected
         assert num_runs == (1 if mode == "none" else 2)
         for name, tensor in unchanged.items():
             assert_same_bits(results[name], tensor, name)
+
+
+def _functional(group: dist.ProcessGroup) -> None:
+    """A layer that a caller wrote from the functions, with the counts of the group beside it."""
+    rank = dist.get_rank(group)
+    buffer = moe_ep.Buffer(group, timeout_secs=20)
+    g = torch.Generator().manual_seed(rank)
+    x, weights = torch.randn(3 + rank, 8, generator=g), torch.rand(3 + rank, 2, generator=g)
+    idx = torch.randint(0, 4, (3 + rank, 2), generator=g)
+    runs: list[int] = []
+
+    def layer(x: Tensor, weights: Tensor) -> Tensor:
+        runs.append(1)
+        total = ops.all_reduce(buffer, torch.tensor([len(x)]))
+        out = moe_ep.dispatch(buffer, x, idx, weights, num_experts=4)
+        return moe_ep.combine(buffer, out.x.tanh(), out.handle, out.topk_weights) * total
+
+    counts = count_exchanges(buffer)
+    results = []
+    for options in ({}, {"use_reentrant": False, "context_fn": keep_exchange_contexts}):
+        counts.clear()
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        y = checkpoint(layer, *leaves, **options) if options else layer(*leaves)
+        y.square().sum().backward()
+        assert dict(counts) == dict.fromkeys(EXCHANGES, 1)
+        results.append((y.detach(), *(leaf.grad for leaf in leaves)))
+    assert len(runs) == 3  # once plainly; forward and recompute
+    for plain, kept in zip(*results, strict=True):
+        assert_same_bits(kept, plain, "selective checkpointing")
+    buffer.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_selective_checkpointing_keeps_a_functional_exchange(ranks: Pools, world: int) -> None:  # case A06
+    ranks.run(_functional, world)
 
 
 def _counts(group: dist.ProcessGroup, mode: str) -> tuple[list[int], list[float]]:

@@ -50,10 +50,13 @@ def layer_config(**changes: Any) -> MoEConfig:
 class Block(nn.Module):
     """x + MoE(LayerNorm(x))."""
 
-    def __init__(self, group: dist.ProcessGroup | None, buffer: moe_ep.Buffer | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, buffer: moe_ep.Buffer | None = None, **router: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.moe = moe_ep.MoELayer(layer_config(), group, buffer=buffer)
+        config = layer_config()
+        if router:
+            config = layer_config(router=config.router.model_copy(update=router))
+        self.moe = moe_ep.MoELayer(config, group, buffer=buffer)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.moe(self.norm(x))
@@ -74,14 +77,19 @@ def _results(function: Any, block: Block, x: Tensor) -> dict[str, Tensor]:
 
 
 def _compiled_and_eager(
-    group: dist.ProcessGroup, tokens: tuple[int, ...], backend: str, rtol: float, options: dict[str, Any]
+    group: dist.ProcessGroup,
+    tokens: tuple[int, ...],
+    backend: str,
+    rtol: float,
+    options: dict[str, Any],
+    router: dict[str, Any] | None = None,
 ) -> tuple[list[int], int]:
     """Steps with changing routings and row counts; the frames compiled after each step, and the graph breaks."""
     torch._dynamo.reset()
     counters.clear()
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(0)
-    block = Block(group).double()
+    block = Block(group, **(router or {})).double()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(block, backend=counter, **options)
     frames = []
@@ -106,6 +114,15 @@ def test_ten_steps_in_one_graph_have_eagers_bits_and_compile_twice(ranks: Pools,
     """Once for the first number of tokens, once for any number."""
     options = {"fullgraph": True}
     for frames, breaks in ranks.run(_compiled_and_eager, world, TOKENS, "aot_eager", 0.0, options, timeout_secs=100):
+        assert frames[-1] <= 2
+        assert breaks == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_global_aux_loss_is_in_the_graph_with_its_exchange(ranks: Pools, world: int) -> None:  # case O01
+    """The counts cross the group inside the graph; the loss needs no gradient from there."""
+    arguments = (TOKENS[:4], "aot_eager", 0.0, {"fullgraph": True}, {"global_aux_loss_coef": 0.1})
+    for frames, breaks in ranks.run(_compiled_and_eager, world, *arguments, timeout_secs=100):
         assert frames[-1] <= 2
         assert breaks == 0
 
