@@ -37,7 +37,10 @@ def check_rows(rows: Tensor, name: str) -> None:
     if rows.layout != torch.strided or rows.is_meta:
         raise TypeError(f"{name} is a {rows.layout} tensor on {rows.device}; give an ordinary dense tensor with data.")
     if rows.dtype not in ROW_DTYPES:
-        raise TypeError(f"{name} is {rows.dtype}; rows travel as {_names(ROW_DTYPES)}. Convert it first.")
+        fix = "Convert it first."
+        if rows.element_size() == 1 and rows.is_floating_point():
+            fix = "FP8 rows travel without a gradient, through Buffer.dispatch((rows, scales), ...); else convert them."
+        raise TypeError(f"{name} is {rows.dtype}; rows travel as {_names(ROW_DTYPES)}. {fix}")
     if rows.dim() != 2 or rows.shape[1] < 1:
         raise ValueError(f"{name} has shape {list(rows.shape)}; two dimensions [rows, hidden >= 1] are needed.")
 

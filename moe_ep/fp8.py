@@ -28,6 +28,9 @@ from moe_ep import _native
 
 BLOCK_ELEMS = 128
 MAX_E4M3 = 448.0
+# The scale 1 in the dtypes in which scales travel: float32, and four UE8M0 exponents (byte 127) in an int32. Padding
+# rows have it, so that whoever looks at a whole array of scales finds finite positive ones.
+UNIT_SCALE = {torch.float32: 1.0, torch.int32: 0x7F7F7F7F}
 
 _NAN_E4M3 = 0x7F
 _MIN_SCALE = 2.0**-126

@@ -173,12 +173,13 @@ class LowLatency(ABC):
             use_ue8m0: hand the scales out as exponent bytes, four to an int32; needs round_scale, and H a multiple of
                 512. Without effect if not use_fp8.
             async_finish: return an event instead of ordering the current stream; not together with return_recv_hook.
-            return_recv_hook: the results are zero until the returned hook is called. At most two results may wait so.
+            return_recv_hook: the results are zero, and scales 1, until the returned hook is called. At most two results
+                may wait so.
 
         Returns:
             recv: rows [L, N, H], an expert's packed from place 0 on in ascending (source rank, source token, slot), the
                 places behind them zero. With FP8 a pair: rows as float8_e4m3fn, and scales [L, N, B] float32 or
-                [L, N, B / 4] int32, stored so that the N of an expert are contiguous.
+                [L, N, B / 4] int32, stored so that the N of an expert are contiguous; 1 in the places without a row.
             recv_count: [L] int32, rows of each local expert.
             handle: for `low_latency_combine`; unpacks as src_info, layout_range, M, H, E.
             event: `EventOverlap`, with an event if async_finish.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_ep.fp8 import quantize_1x128
+from moe_ep.fp8 import UNIT_SCALE, quantize_1x128
 from moe_ep.handle import DispatchHandle
 
 # What travels. All ranks of a call must choose the same one.
@@ -136,11 +136,12 @@ def pack_ue8m0(scales_TB: Tensor) -> Tensor:
 
 
 def empty_scales(num_local: int, num_places: int, hidden: int, row_format: int, device: torch.device) -> Tensor:
-    """Zeros [L, N, B] float32 or [L, N, B / 4] int32 in which the places of an expert are contiguous."""
+    """Scales 1 as [L, N, B] float32 or [L, N, B / 4] int32, in which the places of an expert are contiguous."""
     ue8m0 = row_format == FP8_UE8M0
     num_scales = hidden // 128 // (UE8M0_PER_WORD if ue8m0 else 1)
     dtype = torch.int32 if ue8m0 else torch.float32
-    return torch.zeros(num_local, num_scales, num_places, dtype=dtype, device=device).transpose(1, 2)
+    scales_LBN = torch.full((num_local, num_scales, num_places), UNIT_SCALE[dtype], dtype=dtype, device=device)
+    return scales_LBN.transpose(1, 2)
 
 
 def without_ranks(routing: DispatchHandle, closed: Collection[int]) -> DispatchHandle:

@@ -28,6 +28,7 @@ from moe_ep.checks import (
 )
 from moe_ep.dispatch_config import Config, recommended_combine_config, recommended_dispatch_config
 from moe_ep.event import EventHandle, EventOverlap
+from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import find_bad_id, send_layout
 from moe_ep.placement import ExpertPlacement
@@ -75,7 +76,7 @@ class NormalMode(ABC):
 
     @property
     @abstractmethod
-    def num_sms(self) -> int: ...
+    def num_channels(self) -> int: ...
 
     @abstractmethod
     def placement(self, num_experts: int) -> ExpertPlacement: ...
@@ -157,7 +158,8 @@ class NormalMode(ABC):
                 `get_dispatch_layout` returned them; needed without a handle (the second may be None).
             topk_idx, topk_weights: [T, K] ids and float32 weights that travel along; both or neither.
             expert_alignment: the reported counts of each expert are rounded up to it; rows are not padded.
-            num_worst_tokens: a fixed number of rows to hand out, without a host wait; needs topk_idx.
+            num_worst_tokens: a fixed number of rows to hand out, without a host wait; needs topk_idx. Rows behind the
+                last are zero, their scales 1.
             config: accepted; its chunk sizes have no meaning here.
             previous_event, async_finish, allocate_on_comm_stream: as in `get_dispatch_layout`.
 
@@ -235,7 +237,7 @@ class NormalMode(ABC):
             layout="compact",
             alignment=expert_alignment,
             max_rows=num_worst_tokens or None,
-            num_channels=max(1, self.num_sms // 2),
+            num_channels=self.num_channels,
             x_needs_grad=False,
             weights_need_grad=False,
         )
@@ -261,7 +263,12 @@ class NormalMode(ABC):
 
     def _move(self, handle: DispatchHandle, rows: Tensor, scales: Tensor | None) -> Rows:
         received = self.backend.dispatch(handle, rows)
-        return received if scales is None else (received, self.backend.dispatch(handle, scales))
+        if scales is None:
+            return received
+        received_scales = self.backend.dispatch(handle, scales)
+        if not handle.overflowed:
+            received_scales[handle.num_compact_rows :] = UNIT_SCALE[scales.dtype]
+        return received, received_scales
 
     # -- combine ----------------------------------------------------------------------------------------------------
 

@@ -61,9 +61,11 @@ def expected_places(rows: list[LoopRow], num_local: int, world: int, num_max: in
     )
 
 
-def spread(sources: dict[tuple[int, int], tuple[int, int]], values: list[Tensor], shape: tuple[int, int]) -> Tensor:
-    """[L, N, ...]: the source's row of `values` in each place that has one, zero bytes elsewhere."""
-    out = torch.zeros(*shape, *values[0].shape[1:], dtype=values[0].dtype)
+def spread(
+    sources: dict[tuple[int, int], tuple[int, int]], values: list[Tensor], shape: tuple[int, int], fill: float = 0
+) -> Tensor:
+    """[L, N, ...]: the source's row of `values` in each place that has one, `fill` elsewhere."""
+    out = torch.full((*shape, *values[0].shape[1:]), fill, dtype=values[0].dtype)
     for place, (rank, token) in sources.items():
         out[place] = values[rank][token]
     return out
@@ -296,7 +298,7 @@ def check_received(received: Any, option: Options, x: list[Tensor], expected: Ex
     assert scales.dtype == (torch.int32 if option.use_ue8m0 else torch.float32)
     assert scales.transpose(1, 2).is_contiguous()
     wide = unpack_scales(scales)
-    assert_same_bits(wide, spread(expected.sources, [s for _, s in cast], shape), "scales")
+    assert_same_bits(wide, spread(expected.sources, [s for _, s in cast], shape, fill=1), "scales")
     flat = dequantize_1x128(recv.flatten(0, 1), wide.flatten(0, 1)).view(recv.shape)
     assert calc_diff(flat, spread(expected.sources, x, shape)) < (0.007 if option.round_scale else 9e-4)
     return flat
