@@ -144,14 +144,15 @@ def carry_aux_loss(
     counts_E: Tensor,
     aux_loss_scale: float,
     accumulate: Callable[[Tensor], None],
+    anchor: Tensor | None = None,
 ) -> Tensor:
     """Hang the auxiliary loss and the counting on the routing weights.
 
     The weights pass through unchanged. When their backward runs, `aux_loss` receives the gradient `aux_loss_scale`,
     whatever gradient the weights receive, and `accumulate(counts_E)` is called. Doing both in backward makes activation
     recompute (which runs the forward twice and the backward once) right without knowing about it. A second backward
-    through a retained graph does not count again. If nothing here needs a gradient, no backward will come and the
-    counts are accumulated at once.
+    through a retained graph does not count again. If nothing here needs a gradient, the anchor included, no backward
+    will come and nothing is counted: a forward alone cannot tell whether it is a recompute.
 
     Args:
         topk_weights_TK: [T, K] float32.
@@ -159,14 +160,15 @@ def carry_aux_loss(
         counts_E: [E] int64.
         aux_loss_scale: gradient handed to `aux_loss`.
         accumulate: called with counts_E.
+        anchor: a tensor that requires a gradient (and gets none), to bring the weights into the graph where they and
+            the loss need no gradient themselves; None = leave them outside.
 
     Returns:
         [T, K] float32, equal to topk_weights_TK.
     """
-    if not (topk_weights_TK.requires_grad or (aux_loss is not None and aux_loss.requires_grad)):
-        accumulate(counts_E)
+    if not any(tensor is not None and tensor.requires_grad for tensor in (topk_weights_TK, aux_loss, anchor)):
         return topk_weights_TK
-    carried = _CarryAuxLoss.apply(topk_weights_TK, aux_loss, counts_E, aux_loss_scale, accumulate)  # type: ignore[no-untyped-call]
+    carried = _CarryAuxLoss.apply(topk_weights_TK, aux_loss, counts_E, aux_loss_scale, accumulate, anchor)  # type: ignore[no-untyped-call]
     return cast(Tensor, carried)
 
 
@@ -179,6 +181,7 @@ class _CarryAuxLoss(torch.autograd.Function):
         counts_E: Tensor,
         aux_loss_scale: float,
         accumulate: Callable[[Tensor], None],
+        anchor: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(counts_E)
         ctx.aux_loss_scale = aux_loss_scale
@@ -188,13 +191,14 @@ class _CarryAuxLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("TopKRouter")
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         (counts_E,) = ctx.saved_tensors
         if not ctx.counted:
             ctx.counted = True
             ctx.accumulate(counts_E)
         grad_aux = grad_TK.new_full((), ctx.aux_loss_scale) if ctx.needs_input_grad[1] else None
-        return grad_TK, grad_aux, None, None, None  # aux_loss_scale and accumulate are no tensors; counts are integers
+        grad_weights = grad_TK if ctx.needs_input_grad[0] else None
+        return grad_weights, grad_aux, None, None, None, None  # no gradient: counts, the two settings, the anchor
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ class TopKRouter(nn.Module):
         expert_bias: buffer [E] float32, persistent, or None (`router.expert_bias`). It stays float32 when the module
             is cast to another dtype.
         tokens_per_expert: buffer [E] int64, not persistent: pairs routed since the last `update_expert_bias`, counted
-            once per backward, before capacity drops.
+            once per backward, before capacity drops. With `router.expert_bias` a frozen router has a backward too, to
+            count in; call `eval()` on it to leave it out.
         last_counts: [E] int64, pairs per expert of the last forward (any mode), before capacity drops.
         last_dropped: scalar int64, pairs dropped by the capacity limit in the last forward.
         last_losses: name ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss") to detached scalar, coefficient
@@ -74,6 +75,8 @@ class TopKRouter(nn.Module):
         self.register_buffer("expert_bias", bias)
         counts = torch.zeros(config.num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
+        # Not a parameter: it only brings a frozen router into the graph. Made on the CPU whatever the default device.
+        self._anchor = None if bias is None else torch.empty(0, device="cpu", requires_grad=True)
         self.last_counts = torch.zeros_like(counts)
         self.last_dropped = torch.zeros((), dtype=torch.int64, device=counts.device)
         self.last_losses: dict[str, Tensor] = {}
@@ -133,7 +136,7 @@ class TopKRouter(nn.Module):
                 )
             if trains:
                 topk_weights_TK = balance.carry_aux_loss(
-                    topk_weights_TK, aux_loss, counts_E, self.aux_loss_scale, self._accumulate_counts
+                    topk_weights_TK, aux_loss, counts_E, self.aux_loss_scale, self._accumulate_counts, self._anchor
                 )
             return topk_idx_TK, topk_weights_TK
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,7 +32,7 @@ def _own_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Chec
     return keep_exchange(context, operation, *args, **kwargs)
 
 
-RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+RUNS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
     "none": lambda layer, x: layer(x),
     "experts": lambda layer, x: layer(x),
     "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
@@ -140,7 +140,7 @@ def test_selective_checkpointing_keeps_a_functional_exchange(ranks: Pools, world
     ranks.run(_functional, world)
 
 
-def _counts(group: dist.ProcessGroup, mode: str) -> tuple[list[int], list[float]]:
+def _counts(group: dist.ProcessGroup, mode: str, frozen: str) -> tuple[list[int], list[float]]:
     """Four tokens over the ranks: all to expert 0, two to expert 1, one each to experts 2 and 3."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     router = RouterConfig(topk=2, score_function="sigmoid", expert_bias=True, bias_update_rate=0.5)
@@ -149,8 +149,13 @@ def _counts(group: dist.ProcessGroup, mode: str) -> tuple[list[int], list[float]
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[2.0, 2, 2, 2], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]))
     prepare(layer, mode)
-    x = torch.eye(4)[rank * 4 // world : (rank + 1) * 4 // world].requires_grad_()
-    RUNS[mode](layer, x).sum().backward()
+    if frozen == "router and x":
+        layer.router.weight.requires_grad_(False)
+    if frozen == "layer and x":
+        layer.requires_grad_(False)
+    x = torch.eye(4)[rank * 4 // world : (rank + 1) * 4 // world].requires_grad_(not frozen)
+    behind = torch.ones(4, requires_grad=True)
+    RUNS[mode](lambda x: layer(x) * behind, x).sum().backward()
     counts = layer.buffer.all_reduce(layer.router.tokens_per_expert.clone()).tolist()
     layer.update_expert_bias()
     assert layer.router.expert_bias is not None
@@ -159,10 +164,20 @@ def _counts(group: dist.ProcessGroup, mode: str) -> tuple[list[int], list[float]
     return counts, bias
 
 
+COUNTED = ([4, 2, 1, 1], [-0.5, 0.0, 0.5, 0.5])
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_recompute_counts_every_token_once(ranks: Pools, mode: str, world: int) -> None:  # case B01
-    assert ranks.run(_counts, world, mode) == [([4, 2, 1, 1], [-0.5, 0.0, 0.5, 0.5])] * world
+    assert ranks.run(_counts, world, mode, "") == [COUNTED] * world
+
+
+@pytest.mark.parametrize("frozen", ["router and x", "layer and x"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "reentrant"])  # that one needs an x with a gradient
+def test_recompute_counts_once_where_the_router_needs_no_gradient(ranks: Pools, mode: str, frozen: str) -> None:
+    """Case B01: the count hangs on the graph all the same."""
+    assert ranks.run(_counts, 2, mode, frozen) == [COUNTED] * 2
 
 
 def _under_a_flop_counter(group: dist.ProcessGroup) -> None:

@@ -127,6 +127,18 @@ def test_the_global_aux_loss_is_in_the_graph_with_its_exchange(ranks: Pools, wor
         assert breaks == 0
 
 
+def test_a_frozen_router_counts_in_the_graph() -> None:  # case B01, O01
+    torch._dynamo.reset()
+    block = Block(None).double()
+    block.moe.router.requires_grad_(False)
+    x = torch.randn(6, HIDDEN, dtype=torch.float64)
+    expected = _results(block, block, x)
+    actual = _results(torch.compile(block, backend="aot_eager", fullgraph=True), block, x)
+    for name, tensor in expected.items():
+        assert_same_bits(actual[name], tensor, name)
+    assert int(actual["counts"].sum()) == 12
+
+
 def test_dynamic_from_the_start_compiles_once(ranks: Pools) -> None:  # case O01
     options = {"fullgraph": True, "dynamic": True}
     for frames, breaks in ranks.run(_compiled_and_eager, 2, TOKENS[:3], "aot_eager", 0.0, options, timeout_secs=100):

@@ -94,13 +94,39 @@ def test_evaluation_leaves_counts_and_losses_alone() -> None:
     assert_close(router.expert_bias, [-RATE, RATE], 1e-9)
 
 
-def test_a_frozen_router_still_counts() -> None:
-    """No gradient, so no backward will come: the forward counts."""
-    router = bias_router(2, 1)
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+def test_a_frozen_router_counts_in_its_backward(recompute: str | None) -> None:
+    """Case B01: neither the router nor x needs a gradient, what lies behind it does."""
+    router, behind = bias_router(2, 1), torch.ones(3, 1, requires_grad=True)
+    router.weight.requires_grad_(False)
+
+    def block(logits: Tensor, behind: Tensor) -> Tensor:
+        weights: Tensor = router(logits)[1]
+        return weights * behind
+
+    logits = logits_for([[0], [0], [1]], 2)
+    y = (
+        checkpoint(block, logits, behind, use_reentrant=recompute == "reentrant")
+        if recompute
+        else block(logits, behind)
+    )
+    assert router.tokens_per_expert.tolist() == [0, 0]
+    y.sum().backward()
+    assert router.tokens_per_expert.tolist() == [2, 1]
+    assert behind.grad is not None
+    assert router.weight.grad is None
+
+
+def test_a_frozen_router_without_a_bias_to_update_stays_out_of_the_graph() -> None:
+    router = logit_router(2, topk=1, score_function="sigmoid")
     router.weight.requires_grad_(False)
     _, weights = router(logits_for([[0], [0], [1]], 2))
     assert not weights.requires_grad
-    assert router.tokens_per_expert.tolist() == [2, 1]
+    assert router.tokens_per_expert.tolist() == [0, 0]
+    assert router.last_counts.tolist() == [2, 1]
+    router = bias_router(2, 1).eval()
+    router.weight.requires_grad_(False)
+    assert not router(logits_for([[0]], 2))[1].requires_grad
 
 
 def test_counts_beyond_bf16_decide_the_sign() -> None:
