@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "check.h"
+#include "binding.h"
 #include "fp8_cast.h"
 #include "layout_count.h"
 
@@ -16,28 +16,12 @@ namespace py = pybind11;
 
 namespace {
 
-template <typename T>
-T* pointer_from(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t stream_from(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
-
-moe_ep::RowType row_type_from(const std::string& name) {
-  if (name == "bfloat16") {
-    return moe_ep::RowType::kBFloat16;
-  }
-  if (name == "float16") {
-    return moe_ep::RowType::kFloat16;
-  }
-  MOE_EP_CHECK(name == "float32", "x has dtype ", name,
-               ", but bfloat16, float16 and float32 are supported: convert x.");
-  return moe_ep::RowType::kFloat32;
-}
+using moe_ep::pointer_from;
+using moe_ep::stream_from;
 
 void fp8_cast_1x128(uintptr_t x, const std::string& dtype, uintptr_t q, uintptr_t scales, int64_t num_tokens,
                     int64_t hidden, bool power_of_two, int num_sms, uintptr_t stream) {
-  moe_ep::launch_fp8_cast_1x128(pointer_from<const void>(x), row_type_from(dtype), pointer_from<void>(q),
+  moe_ep::launch_fp8_cast_1x128(pointer_from<const void>(x), moe_ep::row_type_from(dtype), pointer_from<void>(q),
                                 pointer_from<float>(scales), num_tokens, hidden, power_of_two, num_sms,
                                 stream_from(stream));
 }
@@ -58,8 +42,9 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA kernels of moe_ep; call them through moe_ep._native.";
   module.attr("cuda_archs") = MOE_EP_STRING(MOE_EP_CUDA_ARCHS);
 
-  // A launch may block while the driver loads a kernel: other Python threads go on meanwhile.
-  const py::call_guard<py::gil_scoped_release> no_gil;
+  moe_ep::bind_layer_kernels(module);
+
+  const moe_ep::NoGil no_gil;
   module.def("fp8_cast_1x128", &fp8_cast_1x128, no_gil, py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("q"),
              py::arg("scales"), py::arg("num_tokens"), py::arg("hidden"), py::arg("power_of_two"), py::arg("num_sms"),
              py::arg("stream"));

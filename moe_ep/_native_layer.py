@@ -1,0 +1,85 @@
+"""The signatures of the layer's own kernels in `moe_ep._C`: routing and SwiGLU. See `moe_ep._native`."""
+
+from typing import Protocol
+
+
+class LayerKernels(Protocol):
+    """What `moe_ep.layers` calls. Pointers and streams are integers; 0 where a header says null."""
+
+    def topk_route(
+        self,
+        *,
+        logits: int,
+        expert_bias: int,
+        padding_mask: int,
+        topk_idx: int,
+        topk_weights: int,
+        probs: int,
+        counts: int,
+        num_tokens: int,
+        num_experts: int,
+        score_function: str,
+        num_topk: int,
+        num_groups: int,
+        group_topk: int,
+        num_best: int,
+        normalize: bool,
+        scaling_factor: float,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """Choose experts and weights from logits, count the choices; csrc/topk.h."""
+
+    def topk_route_backward(
+        self,
+        *,
+        logits: int,
+        topk_idx: int,
+        grad_weights: int,
+        grad_probs: int,
+        probs_stride: int,
+        grad_logits: int,
+        num_tokens: int,
+        num_experts: int,
+        score_function: str,
+        num_topk: int,
+        normalize: bool,
+        scaling_factor: float,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """Gradient of the logits; csrc/topk.h."""
+
+    def swiglu(
+        self,
+        *,
+        projected: int,
+        dtype: str,
+        out: int,
+        num_rows_device: int,
+        num_rows: int,
+        ffn: int,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """silu(gate) * up; csrc/swiglu.h."""
+
+    def swiglu_backward(
+        self,
+        *,
+        projected: int,
+        grad_out: int,
+        dtype: str,
+        grad_projected: int,
+        num_rows_device: int,
+        num_rows: int,
+        ffn: int,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """Gradient of gate and up; csrc/swiglu.h."""
+
+    def zero_tail(
+        self, *, rows: int, num_rows_device: int, num_rows: int, row_bytes: int, num_sms: int, stream: int
+    ) -> None:
+        """Zero the rows from a number in device memory on; csrc/swiglu.h."""
