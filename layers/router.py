@@ -264,11 +264,18 @@ class TopKRouter(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Casts reach the weight but not the bias: steps of 1e-3 would vanish in bfloat16."""
-        kept = self.expert_bias
+        """Casts reach the weight but not the bias: steps of 1e-3 would vanish in bfloat16. Counts move along."""
+        kept, was_meta = self.expert_bias, self.tokens_per_expert.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if kept is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = kept.to(self.expert_bias.device)
+        device = self.tokens_per_expert.device
+        if was_meta and not self.tokens_per_expert.is_meta:  # memory that nothing has written, and no file holds it
+            self.tokens_per_expert.zero_()
+        self.last_counts, self.last_dropped = (
+            torch.zeros_like(last, device=device) if last.is_meta else last.to(device)
+            for last in (self.last_counts, self.last_dropped)
+        )
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

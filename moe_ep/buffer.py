@@ -92,7 +92,8 @@ class Buffer(NormalMode, LowLatency):
         self._backend = _make_backend(backend, group, timeout_secs)
         self._closed = False
         # Puts a rank whose own inputs need no gradient into the graph, so that it joins the backward of the others.
-        self.anchor = torch.empty(0, requires_grad=True)
+        # Made on the CPU whatever the default device: a meta tensor would turn the custom ops into fake ones.
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._placement = (
             None if expert_placement is None else ExpertPlacement.of(expert_placement, self._backend_size())
         )
