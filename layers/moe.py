@@ -5,6 +5,7 @@ Letters: T tokens of this rank, H hidden, E experts, K experts a token, R rows f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -34,7 +35,8 @@ class MoELayer(nn.Module):
 
     Args:
         config: sizes, router, exchange and FP8 settings.
-        ep_group: the ranks that share the experts; None for one rank with all experts.
+        ep_group: the ranks that share the experts; None for one rank with all experts. Mind that
+            `torch.distributed.group.WORLD` is None before `init_process_group`.
         buffer: an exchange to share with other layers of the same `ep_group`; None makes one from `config.ep`.
 
     Attributes:
@@ -42,8 +44,9 @@ class MoELayer(nn.Module):
         buffer: the exchange; `buffer.backend_name` says what "auto" chose.
 
     Raises:
-        ConfigError: `config.ep.size` is not the size of `ep_group`, the backend is missing, or FP8 was asked for where
-            it cannot run.
+        ConfigError: `config.ep.size` is not the size of `ep_group`, or auto without a group where the launcher's
+            WORLD_SIZE is above 1 and `init_process_group` has not run; the backend is missing, or FP8 was asked for
+            where it cannot run.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, self.buffer)
         self.experts = GroupedExperts(config, placement.experts_of(self.buffer.rank))
         self.shared_experts = None if config.shared_ffn_hidden_size is None else SharedExperts(config)
-        self._last_rows = torch.zeros((), dtype=torch.int32)
+        self._last_rows = torch.zeros((), dtype=torch.int32, device="cpu")
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Applies the layer.
@@ -173,6 +176,13 @@ def _sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
 def _check_size(config: MoEConfig, ep_group: dist.ProcessGroup | None) -> None:
     size = config.ep.size
     if size == "auto":
+        num_ranks = os.environ.get("WORLD_SIZE", "")
+        if ep_group is None and not dist.is_initialized() and num_ranks.isdecimal() and int(num_ranks) > 1:
+            raise ConfigError(
+                f"ep_group is None and WORLD_SIZE is {num_ranks}, but torch.distributed is not initialised, and "
+                "group.WORLD is None until then; call torch.distributed.init_process_group() before, or set ep.size to "
+                "1 for a layer that holds all experts."
+            )
         return
     if ep_group is None and size > 1:
         raise ConfigError(

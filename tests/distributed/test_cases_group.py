@@ -87,6 +87,21 @@ def test_without_a_process_group_one_rank_works_and_two_are_refused() -> None:
     subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, env=environment, check=True, timeout=60)
 
 
+# case P01
+def test_a_group_asked_for_before_there_is_one_is_refused_where_ranks_were_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`group.WORLD` is None until `init_process_group`: without this each rank would hold all experts, unnoticed."""
+    assert dist.group.WORLD is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(moe_ep.ConfigError, match=r"WORLD_SIZE is 2, but .* call torch.distributed.init_process_group"):
+        moe_ep.MoELayer(CONFIG, dist.group.WORLD)
+    alone = CONFIG.model_copy(update={"ep": CONFIG.ep.model_copy(update={"size": 1})})
+    assert moe_ep.MoELayer(alone).buffer.group_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert moe_ep.MoELayer(CONFIG).buffer.group_size == 1
+
+
 # -- P02 --------------------------------------------------------------------------------------------------------------
 
 
