@@ -16,7 +16,6 @@ import contextlib
 import json
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from moe_ep.config import Config, ModelConfig, TrainConfig
 def main(arguments: list[str]) -> int:
     """Runs the command; 0 when it went well, 2 for a wrong setting, 1 for a rank that did not come."""
     options = _parse(arguments)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank that is no news
     try:
         config, model, train = _load(options.config, options.set)
         device = choose_device(train.device)

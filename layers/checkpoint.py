@@ -8,7 +8,9 @@ own experts, replicated tensors are written once, and each rank reads what it ne
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     if not dist.is_initialized() or dist.get_rank(group) == 0:
         (folder / _EXTRA).write_text(json.dumps(extra or {}))
-    save(tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=not dist.is_initialized())
+    with _one_process_is_no_news():
+        save(tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=not dist.is_initialized())
 
 
 def load_checkpoint(
@@ -81,12 +84,21 @@ def load_checkpoint(
     _check_names(module, wanted, stored, folder)
     slots = [] if optimizer is None else list(_optimizer_slots(module, optimizer, stored))
     wanted |= {name: tensor for _, _, name, tensor in slots}
-    load(wanted, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
+    with _one_process_is_no_news():
+        load(wanted, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
     module.load_state_dict({name.removeprefix("model."): t for name, t in wanted.items() if name.startswith("model.")})
     if optimizer is not None:
         _fill_optimizer(optimizer, slots)
     extra: dict[str, Any] = json.loads((folder / _EXTRA).read_text())
     return extra
+
+
+@contextmanager
+def _one_process_is_no_news() -> Iterator[None]:
+    """Without torch.distributed, PyTorch warns that it takes this for a single process; it was told so (no_dist)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

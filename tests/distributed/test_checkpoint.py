@@ -121,7 +121,13 @@ def test_a_resumed_run_has_the_bits_of_a_straight_one(ranks: Pools, tmp_path: Pa
     ranks.run(_straight_and_resumed, world, str(tmp_path / "ckpt"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("error")
+def test_one_process_without_a_group_stores_and_loads_without_a_warning(tmp_path: Path) -> None:
+    layer = moe_ep.MoELayer(_config())
+    moe_ep.save_checkpoint(tmp_path / "ckpt", layer, extra={"step": 3})
+    assert moe_ep.load_checkpoint(tmp_path / "ckpt", layer) == {"step": 3}
+
+
 @pytest.mark.parametrize(  # case M05
     ("num_experts", "hidden", "sentence"),
     [
