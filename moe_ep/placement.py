@@ -14,6 +14,8 @@ from functools import cached_property
 
 import torch
 
+MAX_EXPERTS = 2**20
+
 
 def fingerprint_of(*values: object) -> int:
     """A 62-bit number made of the values; the same on every rank, unlike `hash`."""
@@ -50,6 +52,11 @@ class ExpertPlacement:
             raise TypeError(f"num_experts is {num_experts!r}; give an int.")
         if num_experts < 1:
             raise ValueError(f"num_experts is {num_experts}; at least 1 expert is needed.")
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(
+                f"num_experts is {num_experts}; every rank lists the owner of each, of at most {MAX_EXPERTS} experts. "
+                "Give the number of routed experts of one layer."
+            )
         base, extra = divmod(num_experts, world_size)
         owner = [rank for rank in range(world_size) for _ in range(base + (rank < extra))]
         return cls(tuple(owner), world_size)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from moe_ep.config.problems import Problem, dotted
 
 if TYPE_CHECKING:
     from moe_ep.config.schema import Config, ModelConfig, MoEConfig, RouterConfig, TrainConfig
+
+MAX_DIVISORS = 16  # that a sentence lists
 
 
 def router_problems(router: RouterConfig) -> list[Problem]:
@@ -135,6 +138,8 @@ def world_size_problems(config: Config, world_size: int) -> list[Problem]:
 
 
 def divisors(number: int) -> str:
-    """The divisors of a positive integer, ascending: 10 -> "1, 2, 5, 10"."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return ", ".join(str(d) for d in sorted({*small, *(number // d for d in small)}))
+    """The divisors of an integer from 1 to 2^31 - 1, ascending: 10 -> "1, 2, 5, 10"; of many only the first ones."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    names = [str(d) for d in sorted({*small, *(number // d for d in small)})]
+    left_out = len(names) - MAX_DIVISORS
+    return ", ".join(names) if left_out <= 0 else f"{', '.join(names[:MAX_DIVISORS])} ({left_out} larger ones left out)"

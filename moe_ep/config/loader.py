@@ -15,7 +15,7 @@ from moe_ep.config.checks import world_size_problems
 from moe_ep.config.fields import field_kind, required_settings, section_of
 from moe_ep.config.problems import ConfigProblems, Problem, dotted
 from moe_ep.config.scalars import parse_scalar, substitute
-from moe_ep.config.schema import Config
+from moe_ep.config.schema import MAX_INT, Config
 
 SettingPath = tuple[str, ...]
 
@@ -91,9 +91,9 @@ def _world_size(given: int | None) -> int | None:
     text = os.environ.get("WORLD_SIZE") if given is None else str(given)
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_INT:
         origin = "world_size" if given is not None else "the environment variable WORLD_SIZE"
-        raise _file_error("", f"{origin} is {text}; set it to an integer of at least 1 (the number of ranks).")
+        raise _file_error("", f"{origin} is {text}; set it to an integer from 1 to {MAX_INT} (the number of ranks).")
     return int(text)
 
 

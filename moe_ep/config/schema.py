@@ -17,9 +17,10 @@ from moe_ep.config.explain import explain
 from moe_ep.config.problems import ConfigProblems, Problem
 
 MAX_TOPK = 64  # contract: K <= 64 on every backend
+MAX_INT = 2**31 - 1  # what counts and sizes are on the device
 
-Count = Annotated[int, Strict(), Ge(1)]
-CountOrZero = Annotated[int, Strict(), Ge(0)]
+Count = Annotated[int, Strict(), Ge(1), Le(MAX_INT)]
+CountOrZero = Annotated[int, Strict(), Ge(0), Le(MAX_INT)]
 TopK = Annotated[int, Strict(), Ge(1), Le(MAX_TOPK)]
 Positive = Annotated[float, Strict(), Gt(0)]
 NotNegative = Annotated[float, Strict(), Ge(0)]

@@ -105,6 +105,7 @@ BAD_DISPATCH = [
     Bad("no experts", {"num_experts": 0, "topk_idx": torch.full((2, 2), -1)}, ("num_experts is 0", "at least 1")),
     Bad("a fraction of an expert", {"num_experts": 4.5}, ("num_experts is 4.5",), TypeError),
     Bad("an unknown layout", {"layout": "expert-major"}, ("'expert-major'", "compact", "expert_major")),
+    Bad("num_experts 2^21", {"num_experts": 2**21}, ("num_experts is 2097152", "at most 1048576")),
     Bad("alignment 0", {"alignment": 0}, ("alignment is 0", "at least 1")),
     Bad("alignment -8", {"alignment": -8}, ("alignment is -8", "at least 1")),
     Bad("alignment 1.5", {"alignment": 1.5}, ("alignment is 1.5",), TypeError),

@@ -93,7 +93,7 @@ def test_an_override_may_replace_a_variable_that_is_not_set(tmp_path: Path, monk
         (
             "moe.num_experts.x",
             "2",
-            "moe.num_experts is a map; set it to an integer of at least 1 (routed experts over all ranks, E).",
+            "moe.num_experts is a map; set it to an integer from 1 to 2147483647 (routed experts over all ranks, E).",
         ),
         ("moe.router.topk", "0", "moe.router.topk is 0; set it to an integer from 1 to 64 (experts per token, K)."),
         (

@@ -13,7 +13,7 @@ EP_SIZE_MEANING = "(ranks in the EP group; auto = all ranks of the group)"
 def test_an_ep_size_below_one_is_refused(tmp_path: Path, size: int) -> None:
     # case C06
     assert error_lines(tmp_path, MINIMAL + f"  ep: {{size: {size}}}\n") == [
-        f"config.yaml:7: moe.ep.size is {size}; set it to an integer of at least 1, or auto {EP_SIZE_MEANING}."
+        f"config.yaml:7: moe.ep.size is {size}; set it to an integer from 1 to 2147483647, or auto {EP_SIZE_MEANING}."
     ]
 
 
@@ -36,7 +36,27 @@ def test_an_ep_size_larger_than_the_world_is_refused(tmp_path: Path) -> None:
 def test_no_experts_is_refused(tmp_path: Path) -> None:
     # case C06
     assert error_lines(tmp_path, MINIMAL.replace("num_experts: 8", "num_experts: 0")) == [
-        "config.yaml:4: moe.num_experts is 0; set it to an integer of at least 1 (routed experts over all ranks, E)."
+        "config.yaml:4: moe.num_experts is 0; set it to an integer from 1 to 2147483647 "
+        "(routed experts over all ranks, E)."
+    ]
+
+
+def test_a_number_that_no_device_can_count_to_is_refused(tmp_path: Path) -> None:
+    # case C06
+    for number in (2**31, 2**63 - 1):
+        assert error_lines(tmp_path, MINIMAL.replace("num_experts: 8", f"num_experts: {number}")) == [
+            f"config.yaml:4: moe.num_experts is {number}; set it to an integer from 1 to 2147483647 "
+            "(routed experts over all ranks, E)."
+        ]
+
+
+def test_of_many_divisors_the_first_are_listed(tmp_path: Path) -> None:
+    # case G05: 2095133040 has 1600 divisors, more than any smaller number
+    text = MINIMAL.replace("num_experts: 8", "num_experts: 2095133040")
+    lines = error_lines(tmp_path, text.replace("topk: 2", "topk: 2\n    num_groups: 23\n    group_topk: 1"))
+    assert lines == [
+        "config.yaml:7: moe.router.num_groups is 23, which does not divide moe.num_experts = 2095133040. "
+        "Set num_groups to one of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 (1584 larger ones left out)."
     ]
 
 
@@ -102,11 +122,11 @@ def test_the_world_size_comes_from_the_environment(tmp_path: Path, monkeypatch: 
 
 def test_a_world_size_that_is_not_a_number_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_lines(tmp_path, MINIMAL, world_size=0) == [
-        "world_size is 0; set it to an integer of at least 1 (the number of ranks)."
+        "world_size is 0; set it to an integer from 1 to 2147483647 (the number of ranks)."
     ]
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert error_lines(tmp_path, MINIMAL) == [
-        "the environment variable WORLD_SIZE is many; set it to an integer of at least 1 (the number of ranks)."
+        "the environment variable WORLD_SIZE is many; set it to an integer from 1 to 2147483647 (the number of ranks)."
     ]
 
 
@@ -116,9 +136,9 @@ def test_a_world_size_that_is_not_a_number_of_ranks_is_refused(tmp_path: Path, m
         ("lr", "0", "a finite number above 0"),
         ("min_lr_ratio", "1.5", "a finite number from 0 to 1"),
         ("beta2", "1", "a finite number of at least 0 and below 1"),
-        ("steps", "0", "an integer of at least 1"),
+        ("steps", "0", "an integer from 1 to 2147483647"),
         ("dtype", "float16", "one of float32, bfloat16"),
-        ("micro_batch_size", "0", "an integer of at least 1, or null"),
+        ("micro_batch_size", "0", "an integer from 1 to 2147483647, or null"),
     ],
 )
 def test_a_training_setting_out_of_range_is_refused(tmp_path: Path, setting: str, value: str, allowed: str) -> None:

@@ -41,7 +41,7 @@ def test_what_is_not_an_integer_is_refused(tmp_path: Path, text: str) -> None:
     # case C01
     lines = error_lines(tmp_path, MINIMAL.replace("num_experts: 8", f"num_experts: {text}"))
     assert lines == [
-        f"config.yaml:4: moe.num_experts is '{text}'; set it to an integer of at least 1 "
+        f"config.yaml:4: moe.num_experts is '{text}'; set it to an integer from 1 to 2147483647 "
         "(routed experts over all ranks, E)."
     ]
 
@@ -100,7 +100,7 @@ def test_a_number_and_a_word_may_stand_in_one_setting(tmp_path: Path) -> None:
     assert load_text(tmp_path, MINIMAL + "  ep: {size: 4}\n", world_size=4).moe.ep.size == 4
     lines = error_lines(tmp_path, MINIMAL + "  ep: {size: Auto}\n")
     assert lines == [
-        "config.yaml:7: moe.ep.size is 'Auto'; set it to an integer of at least 1, or auto "
+        "config.yaml:7: moe.ep.size is 'Auto'; set it to an integer from 1 to 2147483647, or auto "
         "(ranks in the EP group; auto = all ranks of the group). Did you mean auto?"
     ]
 

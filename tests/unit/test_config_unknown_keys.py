@@ -15,7 +15,7 @@ def test_a_misspelt_key_of_the_layer_is_refused(tmp_path: Path, key: str, neares
     # case C02
     lines = error_lines(tmp_path, MINIMAL.replace("num_experts: 8", f"{key}: 8"))
     assert f"config.yaml:4: moe.{key} is not a setting. Did you mean {nearest}?" in lines
-    missing = "moe.num_experts is missing; add it under moe: an integer of at least 1"
+    missing = "moe.num_experts is missing; add it under moe: an integer from 1 to 2147483647"
     assert f"config.yaml:1: {missing} (routed experts over all ranks, E)." in lines
     assert len(lines) == 2
 
@@ -77,7 +77,7 @@ def test_all_problems_of_a_file_are_told_at_once(tmp_path: Path) -> None:
             aligment: 4
         """
     assert error_lines(tmp_path, text) == [
-        "config.yaml:2: moe.hidden_size is 0; set it to an integer of at least 1 (width of a token, H).",
+        "config.yaml:2: moe.hidden_size is 0; set it to an integer from 1 to 2147483647 (width of a token, H).",
         "config.yaml:7: moe.router.score_function is 'softmx'; set it to one of softmax, sigmoid "
         "(how logits become scores). Did you mean softmax?",
         "config.yaml:9: moe.ep.aligment is not a setting. Did you mean alignment?",
