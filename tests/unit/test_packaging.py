@@ -53,6 +53,10 @@ def test_a_wheel_holds_every_module_behind_the_symlinks(checkout: Path, tmp_path
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if name.endswith(".py")} == modules_on_disk()
     assert "moe_ep/py.typed" in names
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    described = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in described
+    assert (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[0] in described
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"moe_ep"}
 
 
