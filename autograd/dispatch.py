@@ -82,7 +82,8 @@ def dispatch(
 
     Raises:
         TypeError, ValueError: a dtype, shape or id that cannot be served. Raised on every rank, naming the rank.
-        ConfigError: two ranks disagree on H, K, E, dtype, layout, alignment, placement or the order of operations.
+        ConfigError: two ranks disagree on H, K, E, dtype, layout, alignment, placement, the order of operations, or
+            whether gradients are enabled: a rank under `torch.no_grad` would be missing in the others' backward.
         EPTimeoutError: a rank did not come within the buffer's `timeout_secs`.
     """
     if torch.compiler.is_compiling():

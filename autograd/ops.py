@@ -44,6 +44,7 @@ def dispatch_op(
     max_rows: int | None,
     x_needs_grad: bool,
     weights_need_grad: bool,
+    grad_enabled: bool,
 ) -> list[Tensor]:
     """rows, row ids, row weights (empty if none), expert counts, expert offsets, and the packed handle."""
     backend = _backend(buffer)
@@ -55,7 +56,10 @@ def dispatch_op(
         )
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("dispatch", error)
-    request = replace(request, x_needs_grad=x_needs_grad, weights_need_grad=weights_need_grad)
+    # The caller's: gradients are always off where an operation runs.
+    request = replace(
+        request, x_needs_grad=x_needs_grad, weights_need_grad=weights_need_grad, grad_enabled=grad_enabled
+    )
     plan = backend.plan(request)
     rows = backend.dispatch(plan.handle, request.x)
     row_weights = x.new_empty(0) if plan.row_weights is None else plan.row_weights
@@ -75,6 +79,7 @@ def _dispatch_fake(
     max_rows: int | None,
     x_needs_grad: bool,
     weights_need_grad: bool,
+    grad_enabled: bool,
 ) -> list[Tensor]:
     owner = BUFFERS[buffer]
     num_local = len(owner.placement(num_experts).experts_of(owner.rank))
@@ -108,7 +113,7 @@ def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 def _dispatch_grad(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     grad_x, grad_weights = dispatch_backward_op(grads[0], grads[2], list(ctx.saved_tensors), ctx.buffer)
-    return grad_x, None, grad_weights if ctx.has_weights else None, *[None] * 8
+    return grad_x, None, grad_weights if ctx.has_weights else None, *[None] * 9
 
 
 @torch.library.custom_op("moe_ep::dispatch_backward", mutates_args=())
@@ -276,6 +281,7 @@ def compiled_dispatch(
         max_rows,
         wants_grad and x.requires_grad,
         wants_grad and weights is not None and weights.requires_grad,
+        wants_grad,
     )
     has_lists = max_rows is None and not torch.compiler.is_compiling()
     packed = PackedHandle(tuple(handle))

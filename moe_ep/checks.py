@@ -126,6 +126,7 @@ def dispatch_request(
         num_channels=num_channels,
         x_needs_grad=wants_grad and x.requires_grad,
         weights_need_grad=wants_grad and topk_weights is not None and topk_weights.requires_grad,
+        grad_enabled=wants_grad,
     )
 
 

@@ -6,6 +6,7 @@ T tokens of this rank, H hidden, K slots a token, E experts, L of them local, M 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ def low_latency_request(
             f"{num_max}, and so many rows of one rank have a place there. Name an expert once a token, or raise it on "
             "every rank."
         )
-    return request
+    return replace(request, grad_enabled=True)  # no call of the low-latency mode has a backward
 
 
 def without_experts(topk_idx: Tensor, placement: ExpertPlacement, closed: Collection[int]) -> Tensor:

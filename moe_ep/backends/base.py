@@ -29,6 +29,7 @@ class DispatchRequest:
         layout, alignment, max_rows: as `moe_ep.dispatch` takes them.
         num_channels: for `DispatchHandle.num_channels`.
         x_needs_grad, weights_need_grad: whether this rank will want that gradient.
+        grad_enabled: whether this rank can take part in a backward; must be alike on all ranks.
     """
 
     x: Tensor
@@ -41,6 +42,7 @@ class DispatchRequest:
     num_channels: int
     x_needs_grad: bool
     weights_need_grad: bool
+    grad_enabled: bool = True
 
 
 @dataclass(frozen=True, eq=False)

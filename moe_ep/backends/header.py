@@ -59,6 +59,7 @@ class Header:
     layout: int = -1
     alignment: int = 0
     exact: int = 0
+    grad_enabled: int = 1
     placement: int = 0
     status: int = OK
     x_needs_grad: int = 0
@@ -97,6 +98,7 @@ _MEANING = {
     "layout": "the layout",
     "alignment": "the alignment",
     "exact": "exact",
+    "grad_enabled": "whether gradients are enabled (torch.no_grad)",
     "placement": "expert_placement",
 }
 
@@ -106,6 +108,8 @@ def _spell(name: str, value: int) -> str:
         return OPERATIONS[value] if 0 <= value < len(OPERATIONS) else f"number {value}"
     if name in ("dtype", "weights_dtype"):
         return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "none"
+    if name == "grad_enabled":
+        return str(bool(value))
     if name == "layout":
         return LAYOUTS[value] if 0 <= value < len(LAYOUTS) else "none"
     return str(value)

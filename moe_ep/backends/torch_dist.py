@@ -66,6 +66,7 @@ class TorchDistBackend:
             weights_dtype=-1 if request.topk_weights is None else DTYPES.index(request.topk_weights.dtype),
             layout=LAYOUTS.index(request.layout),
             alignment=request.alignment,
+            grad_enabled=request.grad_enabled,
             placement=request.placement.fingerprint,
             x_needs_grad=request.x_needs_grad,
             weights_need_grad=request.weights_need_grad,

@@ -17,7 +17,7 @@ IDX = torch.tensor([[0, 2], [1, -1], [3, 3], [-1, -1]])
 def _dispatch_args(buffer: moe_ep.Buffer, layout: str, max_rows: int | None = None) -> tuple[Any, ...]:
     x = torch.randn(4, 8, requires_grad=True)
     weights = torch.rand(4, 2, requires_grad=True)
-    return (x, IDX, weights, buffer.anchor, buffer.key, 4, layout, 2, max_rows, True, True)
+    return (x, IDX, weights, buffer.anchor, buffer.key, 4, layout, 2, max_rows, True, True, True)
 
 
 @pytest.mark.parametrize("layout", ["compact", "expert_major"])

@@ -137,6 +137,7 @@ FAULTS = [
     differing("dtype", torch.float64, "dtype of the rows", "has torch.float32", "has torch.float64"),
     differing("layout", "compact", "the layout", "has expert_major", "has compact"),
     differing("order", "forward", "the operation", "has combine backward", "has dispatch"),
+    differing("grad mode", False, "whether gradients are enabled (torch.no_grad)", "has True", "has False"),
 ]
 
 
@@ -202,6 +203,9 @@ def disagree(layer: moe_ep.MoELayer, group: dist.ProcessGroup, differs: bool, se
     elif setting == "order":
         y = forward(layer)
         forward(layer) if differs else y.sum().backward()
+    elif setting == "grad mode":
+        with torch.set_grad_enabled(not differs or value):
+            forward(layer)
     elif setting == "dtype":
         step(layer.to(value if differs else torch.float32))
     else:
