@@ -64,6 +64,12 @@ def load_checkpoint(
 
     All names and shapes are compared with the file before anything is changed.
 
+    Args:
+        path: the folder that `save_checkpoint` was given, the same on every rank.
+        module: built with the configuration that was saved, at any EP size.
+        optimizer: over the parameters of `module`; its per-parameter state is read too. None leaves it in the file.
+        group: as in `save_checkpoint`.
+
     Returns:
         The `extra` that was saved.
 

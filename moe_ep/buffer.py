@@ -174,8 +174,8 @@ class Buffer(NormalMode, LowLatency):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor in the memory from which this buffer sends without a copy.
 
-        The torch backend has no such memory: it is an ordinary tensor, on the current CUDA device if the group runs on
-        NCCL, on the CPU otherwise.
+        The torch backend has no such memory: it is an ordinary tensor of that `shape` and `dtype`, on the current CUDA
+        device if the group runs on NCCL, on the CPU otherwise.
         """
         return torch.empty(tuple(shape), dtype=dtype, device=self._device())
 

@@ -349,6 +349,9 @@ class LowLatency(ABC):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Checks its arguments; normal and low-latency calls may follow each other without any cleaning here.
 
+        Args:
+            num_max_dispatch_tokens_per_rank, hidden, num_experts: M, H and E of the calls that follow.
+
         Raises:
             TypeError, ValueError: a number below 1, or another number of experts than `expert_placement` places.
         """
@@ -361,6 +364,10 @@ class LowLatency(ABC):
         Local: call it on every rank. Rows travel between two ranks only if neither has masked the other; a slot whose
         expert lies behind such a pair counts as unused, in dispatch and in combine, without renormalising weights. A
         masked rank still takes part in the calls.
+
+        Args:
+            rank_to_mask: place in the group.
+            mask: True leaves it out.
 
         Raises:
             RuntimeError: the buffer was not constructed with enable_shrink=True.
@@ -400,7 +407,8 @@ class LowLatency(ABC):
     ) -> int:
         """Bytes of DeepEP V1's low-latency heap; see `moe_ep.dispatch_config.low_latency_rdma_size_hint`.
 
-        Buffers of this package grow with need; the number limits nothing.
+        Buffers of this package grow with need; the number limits nothing. The arguments are M, H, W
+        (`num_max_dispatch_tokens_per_rank`, `hidden`, `num_ranks`) and E (`num_experts`).
         """
         return low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
