@@ -4,8 +4,8 @@
 class ConfigError(ValueError):
     """A configuration that is unknown, of the wrong type, out of range, or different between ranks.
 
-    The message names the setting, what it is and what it may be, one line a setting; between ranks both values and whose
-    they are. It is raised on every rank then, and the buffer stays usable.
+    The message names the setting, what it is and what it may be, one line a setting; between ranks both values and
+    whose they are. It is raised on every rank then, and the buffer stays usable.
     """
 
 
