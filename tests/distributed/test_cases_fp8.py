@@ -1,4 +1,4 @@
-"""FP8 rows and the padding that FP8 GEMMs want, without a GPU. The cases F02, F04 to F06 and F08."""
+"""FP8 rows and the padding that FP8 GEMMs want, without a GPU. The cases F02 and F04 to F08."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import moe_ep
+from moe_ep.config import MoEConfig, RouterConfig
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
 from tests.compare import assert_same_bits
 from tests.ranks import Pools
@@ -253,3 +255,58 @@ def test_what_the_low_level_calls_return_is_cut_off_from_the_graph() -> None:
         (codes, scales), *_ = normal_dispatch(buffer, quantize_1x128(x), idx)
         with pytest.raises(RuntimeError, match="does not require grad"):
             dequantize_1x128(codes, scales).sum().backward()
+
+
+# -- F07: weights that change between two forwards --------------------------------------------------------------------
+
+
+def _double_data(experts: torch.nn.Module) -> None:
+    for parameter in experts.parameters():
+        parameter.data.mul_(2)
+
+
+def _double_with_an_optimizer(experts: torch.nn.Module) -> None:
+    """w - lr * grad = w + w, for all at once."""
+    optimizer = torch.optim.SGD(experts.parameters(), lr=1.0, foreach=True)
+    for parameter in experts.parameters():
+        parameter.grad = -parameter.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _double_by_loading(experts: torch.nn.Module) -> None:
+    experts.load_state_dict({name: 2 * weight for name, weight in experts.state_dict().items()})
+
+
+def changed_weights(group: dist.ProcessGroup, change: Callable[[torch.nn.Module], None]) -> None:
+    """Forward, change, forward; then two micro-batches under recompute against both at once."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=128, ffn_hidden_size=64, num_experts=4, router=RouterConfig(topk=2), init_std=0.1)
+    layer = moe_ep.MoELayer(config, group if world > 1 else None)
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(rank))
+    up = layer.experts.gate_up
+    assert isinstance(up, torch.nn.Parameter)
+    with torch.no_grad():
+        before, kept = layer(x), up.clone()
+        change(layer.experts)
+        up.copy_(kept)  # SwiGLU is not linear in these
+        assert torch.equal(layer(x), 2 * before)
+    checkpoint(layer, x[:3], use_reentrant=False).sum().backward()
+    checkpoint(layer, x[3:], use_reentrant=False).sum().backward()
+    summed = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    layer(x).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(summed[name], parameter.grad, rtol=1e-4, atol=1e-5)
+    layer.buffer.close()
+
+
+# case F07 (the way of the weights; this version runs experts in the dtype of their parameters only)
+@pytest.mark.parametrize("change", [_double_data, _double_with_an_optimizer, _double_by_loading])
+@pytest.mark.parametrize("world", [1, 2])
+def test_changed_weights_are_those_of_the_next_forward(
+    ranks: Pools, world: int, change: Callable[[torch.nn.Module], None]
+) -> None:
+    ranks.run(changed_weights, world, change)
