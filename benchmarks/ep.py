@@ -1,179 +1,94 @@
-"""Times dispatch + combine, forward and backward, beside the same job written plainly.
+"""Times dispatch and combine: one row of figures a call, beside whatever else can do the same.
 
-    python benchmarks/ep.py --device cpu [--world 2] [--tokens 2048] [--hidden 1024] [--num-experts 32] [--topk 4]
+    python benchmarks/ep.py --device cpu                       round trip with backward on two gloo ranks, beside a
+                                                               plain implementation
+    python benchmarks/ep.py --device cuda --suite marks        the rows behind the marks table
+    python benchmarks/ep.py --device cuda --tokens 4096 8192 --num-sms 16 24 --cases cached_dispatch combine
+    torchrun --nproc-per-node 2 benchmarks/ep.py --device cuda ...
 
-The two run in turn, each iteration behind a barrier; a figure is the time of the slowest rank, the table shows medians.
-The ceiling is one bare all-to-all of as many remote bytes as a rank sends in a dispatch.
+benchmarks/timing.py says how a call is timed, benchmarks/records.py what the columns of the JSON lines are.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import moe_ep
-from benchmarks import records
-from benchmarks.peers import plain
-
-
-def _moe_ep_step(buffer: moe_ep.Buffer, x: Tensor, idx: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-    out = moe_ep.dispatch(buffer, x, idx, weights, num_experts=num_experts)
-    return moe_ep.combine(buffer, out.x, out.handle, out.topk_weights)
-
-
-def _timed(step: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> float:
-    """Microseconds of forward and backward on the slowest rank."""
-    for leaf in leaves:
-        leaf.grad = None
-    dist.barrier()
-    began = time.perf_counter()
-    step().backward(dy)
-    took = torch.tensor((time.perf_counter() - began) * 1e6, dtype=torch.float64)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
-
-
-def _ceiling_gbps(remote_bytes: int, iterations: int) -> float:
-    """GB/s a direction of one bare all-to-all in which a rank sends `remote_bytes` to the others."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if world == 1:
-        return 0.0
-    counts = [0 if peer == rank else remote_bytes // (world - 1) for peer in range(world)]
-    send, recv = torch.zeros(sum(counts), dtype=torch.uint8), torch.empty(sum(counts), dtype=torch.uint8)
-    times = []
-    for _ in range(iterations):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_to_all_single(recv, send, counts, counts)
-        times.append(time.perf_counter() - began)
-    return sum(counts) / statistics.median(times) / 1e9
-
-
-def _measure(rank: int, port: int, args: argparse.Namespace, out: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.world)
-    g = torch.Generator().manual_seed(rank)
-    x = torch.randn(args.tokens, args.hidden, generator=g, requires_grad=True)
-    idx = torch.rand(args.tokens, args.num_experts, generator=g).argsort(1)[:, : args.topk].contiguous()
-    weights = torch.rand(args.tokens, args.topk, generator=g, requires_grad=True)
-    dy = torch.randn(args.tokens, args.hidden, generator=g)
-    buffer = moe_ep.Buffer(dist.group.WORLD)
-    group = dist.group.WORLD
-    assert group is not None
-    steps: dict[str, Callable[[], Tensor]] = {
-        "moe_ep": lambda: _moe_ep_step(buffer, x, idx, weights, args.num_experts),
-        "plain": lambda: plain.dispatch_combine(group, x, idx, weights, args.num_experts),
-    }
-    leaves = [x, weights]
-    results = {}
-    for name, step in steps.items():
-        _timed(step, leaves, dy)
-        results[name] = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
-    for ours, theirs in zip(*results.values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.iterations):
-        for name, step in steps.items():
-            times[name].append(_timed(step, leaves, dy))
-    owner = idx // (args.num_experts // args.world)
-    remote_rows = sum(int((owner == peer).any(1).sum()) for peer in range(args.world) if peer != rank)
-    remote_pairs = int((owner != rank).sum())
-    row_bytes = args.hidden * x.element_size()
-    remote = {"moe_ep": remote_rows * row_bytes, "plain": remote_pairs * row_bytes}
-    sent = torch.tensor([remote["moe_ep"]])
-    dist.all_reduce(sent, op=dist.ReduceOp.MAX)  # the bare all-to-all needs equal counts
-    ceiling = _ceiling_gbps(int(sent), args.iterations)
-    if rank == 0:
-        out.put((times, remote, ceiling))
-    dist.barrier()
-    buffer.close()
-    dist.destroy_process_group()
-
-
-def _record(name: str, times: list[float], remote: int, ceiling: float, args: argparse.Namespace) -> records.Record:
-    tenths = statistics.quantiles(times, n=10)
-    median = statistics.median(times)
-    crossings = 4  # dispatch and combine, forward and backward
-    return records.Record(
-        op="dispatch_combine_fwd_bwd",
-        system=name,
-        backend="torch",
-        transport="gloo",
-        layout="expert_major",
-        dtype="float32",
-        world=args.world,
-        nodes=1,
-        tokens=args.tokens,
-        hidden=args.hidden,
-        num_experts=args.num_experts,
-        topk=args.topk,
-        routing="uniform",
-        num_sms=None,
-        registered=False,
-        time_us=round(median, 1),
-        time_us_p10=round(tenths[0], 1),
-        time_us_p90=round(tenths[-1], 1),
-        host_us=None,
-        kernel_us=None,
-        remote_bytes=crossings * remote,
-        gbps=round(crossings * remote / median / 1e3, 3),
-        ceiling_gbps=round(ceiling, 3),
-        hardware=records.hardware(),
-        versions=records.versions(),
-        commit=records.commit(),
-    )
+from benchmarks import suites
+from benchmarks.measure import Settings, measure
+from benchmarks.peers import PEERS
+from benchmarks.processes import run
+from benchmarks.routing import ROUTINGS, Shape
+from benchmarks.suites import Job
+from benchmarks.systems import CASES
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where to run")
-    parser.add_argument("--world", type=int, default=2, help="ranks, one process each")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens a rank")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--num-experts", type=int, default=32)
-    parser.add_argument("--topk", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=30, help="measured repetitions of each job")
-    parser.add_argument("--json", type=Path, help="write one JSON line a row to this file")
-    return parser.parse_args()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run")
+    parser.add_argument("--backend", default=None, help="of moe_ep.Buffer (default: torch on cpu, intranode on cuda)")
+    parser.add_argument("--world", type=int, default=2, help="ranks, one process each; they share GPUs if need be")
+    parser.add_argument("--suite", choices=["marks"], help="a list of jobs, instead of the sizes below")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens a rank")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[])
+    parser.add_argument("--num-experts", type=int, default=None)
+    parser.add_argument("--topk", type=int, nargs="+", default=[])
+    parser.add_argument("--routing", choices=ROUTINGS, nargs="+", default=["uniform"])
+    parser.add_argument("--dtypes", choices=["float32", "bfloat16", "fp8"], nargs="+", default=[])
+    parser.add_argument("--num-sms", type=int, nargs="+", default=[], help="SM budgets (default: the buffer's)")
+    parser.add_argument("--registered", choices=["no", "yes", "both"], default="no", help="input from buffer.empty()")
+    parser.add_argument("--cases", choices=list(CASES), nargs="+", default=[])
+    parser.add_argument("--peers", choices=list(PEERS), nargs="*", default=None)
+    parser.add_argument("--iterations", type=int, default=30, help="measured repetitions of each call")
+    parser.add_argument("--kernels", action="store_true", help="profile each call too, for kernel_us")
+    parser.add_argument("--budget-secs", type=float, help="begin no further job after this time")
+    parser.add_argument("--out", type=Path, help="write one JSON line a row to this file")
+    parser.add_argument("--append", action="store_true", help="keep what the file already holds")
+    args = parser.parse_args()
+    if args.iterations < 2:
+        parser.error(f"--iterations is {args.iterations}; a median with tenths needs at least 2.")
+    args.backend = args.backend or ("intranode" if args.device == "cuda" else "torch")
+    return args
+
+
+def _jobs(args: argparse.Namespace) -> list[Job]:
+    if args.suite:
+        return list(suites.marks())
+    on_cpu = args.device == "cpu"
+    base = Shape(2048, 1024, 32, 4, "uniform") if on_cpu else suites.DEEPSEEK_V3
+    experts = args.num_experts or base.num_experts
+    peers = (("plain",) if on_cpu else ()) if args.peers is None else args.peers
+    registered = {"no": (False,), "yes": (True,), "both": suites.BOTH}[args.registered]
+    return [
+        Job(
+            Shape(tokens, hidden, experts, topk, routing),
+            tuple(args.dtypes) or (("float32",) if on_cpu else ("bfloat16",)),
+            tuple(args.num_sms) or (None,),
+            registered,
+            tuple(args.cases) or (("dispatch_combine_fwd_bwd",) if on_cpu else suites.SINGLE),
+            tuple(peers),
+            args.kernels,
+        )
+        for tokens, hidden, topk, routing in product(
+            args.tokens or [base.tokens], args.hidden or [base.hidden], args.topk or [base.topk], args.routing
+        )
+    ]
 
 
 def main() -> None:
     args = _arguments()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=_measure, args=(rank, port, args, queue)) for rank in range(args.world)]
-    for process in ranks:
-        process.start()
-    times, remote, ceiling = queue.get(timeout=600)
-    for process in ranks:
-        process.join()
-    rows = [_record(name, times[name], remote[name], ceiling, args) for name in times]
-    print(f"{rows[0].hardware}; {rows[0].versions}; W={args.world} T={args.tokens} H={args.hidden}")
-    for row in rows:
-        spread = f"(p10 {row.time_us_p10 / 1e3:.2f}, p90 {row.time_us_p90 / 1e3:.2f})"
-        link = f"{row.remote_bytes / 1e6:.1f} MB remote, {row.gbps:.2f} GB/s of {row.ceiling_gbps:.2f}"
-        print(f"{row.system:8} {row.time_us / 1e3:8.2f} ms {spread}  {link}")
-    print(f"ratio moe_ep / plain: {rows[0].time_us / rows[1].time_us:.3f}")
-    if args.json is not None:
-        records.write(args.json, rows)
+    settings = Settings(
+        backend=args.backend,
+        iterations=args.iterations,
+        budget_secs=args.budget_secs,
+        out=args.out,
+        append=args.append,
+    )
+    run(measure, args.world, args.device, _jobs(args), settings)
 
 
 if __name__ == "__main__":

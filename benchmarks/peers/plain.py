@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.processes import World
+from benchmarks.systems import DTYPES, Case, Inputs, System
+from benchmarks.timing import Call
+
 
 class _AllToAll(torch.autograd.Function):
     """Rows to their ranks; the backward swaps the two lists of counts."""
@@ -48,12 +52,47 @@ def dispatch_combine(
     recv_counts = received_E.view(world, num_local).sum(1).tolist()
 
     rows = _AllToAll.apply(x_TH.index_select(0, token), group, send_counts, recv_counts)
-    expert = torch.arange(num_local).repeat(world).repeat_interleave(received_E)
+    expert = torch.arange(num_local, device=flat.device).repeat(world).repeat_interleave(received_E)
     by_expert = torch.argsort(expert, stable=True)
     rows = rows.index_select(0, by_expert)  # what the experts would see
 
     back = torch.empty_like(by_expert)
-    back[by_expert] = torch.arange(by_expert.numel())
+    back[by_expert] = torch.arange(by_expert.numel(), device=flat.device)
     home = _AllToAll.apply(rows.index_select(0, back), group, recv_counts, send_counts)
     home = home * topk_weights_TK.reshape(-1).index_select(0, order).unsqueeze(1)
     return torch.zeros_like(x_TH).index_add(0, token, home)
+
+
+def missing(world: World) -> str | None:
+    return "plain needs NCCL, one GPU a rank" if world.device.type == "cuda" and not world.has_nccl else None
+
+
+class Plain(System):
+    """The whole round trip, forward and backward; it has no single operations to time."""
+
+    name = "plain"
+    backend = "torch"
+    transport = "collectives"
+    one_row_a_pair = True
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+    def call(self, case: Case, dtype: str, registered: bool) -> Call | None:
+        if case[0] != "dispatch_combine_fwd_bwd" or registered or dtype not in DTYPES:
+            return None
+        inputs, world = self.inputs, self.inputs.world
+        rows = inputs.rows(dtype)
+        assert isinstance(rows, Tensor)
+        x, weights = rows.clone().requires_grad_(), inputs.weights_TK.clone().requires_grad_()
+        g = torch.Generator(device=world.device).manual_seed(4000 + world.rank)
+        dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
+
+        def run() -> Tensor:
+            y = dispatch_combine(world.group, x, inputs.idx_TK, weights, inputs.shape.num_experts)
+            return torch.autograd.grad(y, (x, weights), dy)[0]
+
+        return run
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,232 @@
+"""Times forward and backward of `moe_ep.MoELayer`, and says where the time goes.
+
+    python benchmarks/layer.py --device cuda [--shapes qwen3-30b deepseek-v3-e64] [--worlds 1 2]
+    python benchmarks/layer.py --device cpu --shapes tiny --iterations 3
+
+bf16 on CUDA, float32 on CPU; the input and every parameter get a gradient. The split comes from a profile of a few
+steps (benchmarks/breakdown.py); the row with the time is measured without a profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import moe_ep
+from benchmarks import ceiling, records
+from benchmarks.align import Aligner
+from benchmarks.breakdown import Breakdown, break_down, longest
+from benchmarks.processes import World, run, under_torchrun
+from benchmarks.routing import Shape, measure_traffic
+from benchmarks.systems import DTYPES
+from benchmarks.timing import Call, Clock, CudaClock, Times, device_spans
+from moe_ep.config import EPConfig, MoEConfig, RouterConfig
+
+PROFILED_STEPS = 5
+CROSSINGS = 4  # of the link by the rows: dispatch and combine, forward and backward
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    tokens: int
+    hidden: int
+    ffn: int
+    num_experts: int
+    topk: int
+
+    @property
+    def tflop(self) -> float:
+        """Of forward and backward on a GPU: three matrices an expert, three products each, a multiply and an add."""
+        return 2 * 3 * 3 * self.tokens * self.topk * self.hidden * self.ffn / 1e12
+
+
+SHAPES = {
+    "qwen3-30b": LayerShape(16384, 2048, 768, 128, 8),
+    "deepseek-v3-e64": LayerShape(4096, 7168, 2048, 64, 8),
+    "tiny": LayerShape(256, 64, 32, 8, 2),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    shapes: tuple[str, ...]
+    backend: str
+    comm_sms: int | None
+    iterations: int
+    out: Path | None
+    append: bool
+
+
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> Call:
+    leaves = [x, *layer.parameters()]
+
+    def step() -> Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        y: Tensor = layer(x)
+        y.backward(dy)
+        assert x.grad is not None
+        return x.grad
+
+    return step
+
+
+def measure(world: World, settings: Settings) -> None:
+    """Every shape. Collective."""
+    top = ceiling.gpu_ceiling(world)
+    align = Aligner(world, settings.backend) if world.device.type == "cuda" else None
+    clock = Clock(world, settings.iterations)
+    if align is not None:
+        clock = CudaClock(world, settings.iterations, align.wait)
+    append = settings.append
+    for name in settings.shapes:
+        rows = _measure_shape(world, name, settings, clock, top)
+        if world.rank == 0 and settings.out is not None:
+            records.write(settings.out, rows, append)
+            append = True
+    if align is not None:
+        align.close()
+
+
+def _measure_shape(
+    world: World, name: str, settings: Settings, clock: Clock, top: float | None
+) -> list[records.Record]:
+    shape = SHAPES[name]
+    config = MoEConfig(
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_experts=shape.num_experts,
+        router=RouterConfig(topk=shape.topk, normalize=True),
+        ep=EPConfig(backend=settings.backend, comm_sms=settings.comm_sms),  # type: ignore[arg-type]
+    )
+    on_cuda = world.device.type == "cuda"
+    dtype = DTYPES[_dtype_name(world)]
+    torch.manual_seed(5)
+    with world.device:
+        layer = moe_ep.MoELayer(config, world.group).to(dtype)
+        g = torch.Generator(device=world.device).manual_seed(100 + world.rank)
+        x = torch.randn(shape.tokens, shape.hidden, generator=g, dtype=dtype).requires_grad_()
+        dy = torch.randn(shape.tokens, shape.hidden, generator=g, dtype=dtype)
+    step = _step(layer, x, dy)
+    step()
+    (times,) = clock.measure([step])
+    spans = device_spans(step, PROFILED_STEPS) if on_cuda and world.gpus == world.size else []
+    split = break_down(spans, PROFILED_STEPS)
+    with torch.no_grad():
+        idx_TK = layer.router(x.detach())[0].cpu()
+    routed = Shape(shape.tokens, shape.hidden, shape.num_experts, shape.topk, "router")
+    traffic = measure_traffic(world, routed, idx_TK)
+    remote = CROSSINGS * traffic.remote_bytes("combine", _dtype_name(world), shape.hidden)
+    num_sms = None if layer.buffer.backend_name == "torch" else layer.buffer.num_sms
+    figures = {"layer_fwd_bwd": times}
+    if split is not None:  # a part is the mean of the profiled steps
+        for part in ("gemm", "exchange", "other", "gaps"):
+            mean = getattr(split, part)
+            figures[f"layer_{part}"] = Times(mean, mean, mean, None, None)
+    exchange = Exchange(layer.buffer.backend_name, num_sms, remote, top)
+    rows = [_record(world, routed, op, figure, exchange) for op, figure in figures.items()]
+    if world.rank == 0:
+        print(_text(name, shape, world, times, split), flush=True)
+        for kernel, each, launches in longest(spans, PROFILED_STEPS, 12):
+            print(f"    {each:9.1f} us {launches:6.1f} x  {kernel[:110]}")
+    layer.buffer.close()
+    if on_cuda:
+        torch.cuda.empty_cache()
+    return rows
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the rows travelled, and the bytes of all crossings of a step."""
+
+    backend: str
+    num_sms: int | None
+    remote_bytes: int
+    ceiling_gbps: float | None
+
+
+def _record(world: World, shape: Shape, op: str, times: Times, exchange: Exchange) -> records.Record:
+    moved = exchange.remote_bytes if op in ("layer_fwd_bwd", "layer_exchange") else 0
+    return records.Record(
+        op=op,
+        system="moe_ep",
+        backend=exchange.backend,
+        transport="collectives" if exchange.backend == "torch" else "sm",
+        layout="expert_major",
+        dtype=_dtype_name(world),
+        world=world.size,
+        nodes=1,
+        gpus=world.gpus,
+        tokens=shape.tokens,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        topk=shape.topk,
+        routing=shape.routing,
+        num_sms=exchange.num_sms,
+        registered=False,
+        time_us=round(times.median, 1),
+        time_us_p10=round(times.p10, 1),
+        time_us_p90=round(times.p90, 1),
+        host_us=None if times.host is None else round(times.host, 1),
+        kernel_us=None,
+        remote_bytes=moved,
+        gbps=round(moved / times.median / 1e3, 3) if times.median else 0.0,
+        ceiling_gbps=None if exchange.ceiling_gbps is None else round(exchange.ceiling_gbps, 3),
+        hardware=records.hardware(),
+        versions=records.versions(),
+        commit=records.commit(),
+    )
+
+
+def _dtype_name(world: World) -> str:
+    return "bfloat16" if world.device.type == "cuda" else "float32"
+
+
+def _text(name: str, shape: LayerShape, world: World, times: Times, split: Breakdown | None) -> str:
+    rate = shape.tflop / times.median * 1e6
+    line = (
+        f"{name}, W={world.size}: {times.median / 1e3:.2f} ms (p10 {times.p10 / 1e3:.2f}, p90 {times.p90 / 1e3:.2f}), "
+        f"{shape.tflop:.2f} TFLOP a rank, {rate:.1f} TFLOP/s"
+    )
+    if split is None:
+        return line + "; no split: it needs a profile of CUDA kernels, one GPU a rank"
+    return line + (
+        f"; profiled {split.total / 1e3:.2f} ms = GEMM {split.gemm / 1e3:.2f} + exchange {split.exchange / 1e3:.2f} + "
+        f"permutation and element-wise {split.other / 1e3:.2f} + gaps {split.gaps / 1e3:.2f}, "
+        f"{split.num_kernels:.0f} launches"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shapes", choices=list(SHAPES), nargs="+", default=["qwen3-30b", "deepseek-v3-e64"])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of ranks, one after the other")
+    parser.add_argument("--backend", default=None, help="of the layer (default: torch on cpu, intranode on cuda)")
+    parser.add_argument("--comm-sms", type=int, default=None, help="SM budget of the exchange")
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="write one JSON line a row to this file")
+    parser.add_argument("--append", action="store_true", help="keep what the file already holds")
+    args = parser.parse_args()
+    backend = args.backend or ("intranode" if args.device == "cuda" else "torch")
+    append = args.append
+    # New processes for each shape: a profiler may slow down what is launched after it. torchrun's are there already.
+    together = [(0, tuple(args.shapes))]
+    for size, shapes in (
+        together if under_torchrun() else [(w, (name,)) for w, name in product(args.worlds, args.shapes)]
+    ):
+        settings = Settings(shapes, backend, args.comm_sms, args.iterations, args.out, append)
+        run(measure, size, args.device, settings)
+        append = True
+
+
+if __name__ == "__main__":
+    main()
