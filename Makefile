@@ -18,7 +18,11 @@ ARCHS := sm_80 sm_90a sm_100a
 TESTS := not slow$(if $(CI), or slow(ci=True))
 TEST_SECS := 2400
 
-.PHONY: help demo test lint types csrc-check csrc-objects unit format clean
+# The GPU targets run in .venv, or in a Python that already has everything: make test-gpu GPU_PYTHON=python3.
+GPU_PYTHON ?= $(BIN)/python
+GPU_NEEDS = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+
+.PHONY: help demo test lint types csrc-check csrc-objects unit format clean test-gpu bench-gpu gpu-build
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -90,6 +94,25 @@ $(STAMP): Makefile pyproject.toml setup.py $(CSRC)
 	@PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
 	@$(BIN)/python -c 'from moe_ep import _native; print(f"Installed moe_ep {_native.describe()}.")'
 	@touch $@
+
+test-gpu: ## build for the GPUs at hand and run the GPU tests (GPU_PYTHON=python3: without .venv)
+	@if nvidia-smi -L > /dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory gpu-build && scripts/gpu_tests.sh $(GPU_PYTHON); \
+	else \
+	  echo "test-gpu: needs an NVIDIA GPU with its driver (nvidia-smi finds none), two for the cases over NVLink, and"; \
+	  echo "nvcc 12 or newer. Nothing ran and nothing counts as passed."; \
+	fi
+
+bench-gpu: ## measure dispatch, combine and the layer on the GPUs at hand: a table, a JSON file, a picture
+	@if nvidia-smi -L > /dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory gpu-build && $(GPU_PYTHON) benchmarks/gpu.py; \
+	else \
+	  echo "bench-gpu: needs two NVIDIA GPUs with NVLink and their driver (nvidia-smi finds none), and nvcc 12 or newer."; \
+	  echo "Nothing was measured."; \
+	fi
+
+gpu-build: $(GPU_NEEDS)
+	@scripts/gpu_build.sh $(GPU_PYTHON)
 
 clean: ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info moe_ep/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
