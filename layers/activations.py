@@ -1,6 +1,6 @@
 """The two-projection MLP that routed and shared experts have in common.
 
-Letters: R rows, H hidden, F ffn width of one expert.
+Letters: L local experts, R rows, H hidden, F ffn width of one expert.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ep.layers import swiglu
+
 Activation = Literal["swiglu", "gelu"]
 
 
@@ -18,18 +20,22 @@ def input_projection(activation: Activation, ffn_hidden_size: int) -> tuple[str,
     return ("gate_up", 2 * ffn_hidden_size) if activation == "swiglu" else ("up", ffn_hidden_size)
 
 
-def activate(projected: Tensor, activation: Activation) -> Tensor:
-    """Apply the nonlinearity between the two projections.
+def activate(projected: Tensor, activation: Activation, expert_offsets: Tensor | None = None) -> Tensor:
+    """Apply the nonlinearity between the two projections. SwiGLU is one kernel on CUDA where csrc was built.
 
     Args:
         projected: [R, 2F] for "swiglu" (gate first, then up), [R, F] for "gelu".
         activation: "swiglu" is silu(gate) * up (arXiv:2002.05202); "gelu" is the exact one (erf).
+        expert_offsets: None, or [L + 1] int32 on the device: rows behind the last offset do not matter, so that they
+            need not be read.
 
     Returns:
         [R, F], same dtype.
     """
     if activation == "gelu":
         return F.gelu(projected)
+    if swiglu.serves(projected):
+        return swiglu.swiglu(projected, expert_offsets)
     gate, up = projected.chunk(2, dim=-1)
     return F.silu(gate) * up
 

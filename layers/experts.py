@@ -8,6 +8,7 @@ Letters: L local experts, R rows, H hidden, F ffn width of one expert, E experts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_ep.config import MoEConfig
 from moe_ep.layers.activations import activate, input_projection, mlp
-from moe_ep.layers.grouped_linear import grouped_linear
+from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
 
 
 class StateDictCheck(NamedTuple):
@@ -112,8 +113,8 @@ class GroupedExperts(nn.Module):
                 dtype under autocast.
             tokens_per_expert: L row counts that sum to R (padding included); None where the host does not know them,
                 as inside torch.compile.
-            expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end; read only where
-                the counts are None. The same bits come out either way.
+            expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end. Counts and
+                offsets give the same bits; of both, a grouped GEMM reads the offsets, a loop the counts.
 
         Returns:
             [R, H] in the dtype of rows_RH, also under autocast.
@@ -129,25 +130,30 @@ class GroupedExperts(nn.Module):
         first: Tensor = self.get_parameter(self.first_name)
         if not sizes:  # no expert, so no row either; the zero keeps the output attached to the parameters
             return rows_RH + (first.sum() + self.down.sum()).to(rows_RH.dtype)
+        if self._one_gemm_serves(rows_RH, first):
+            offsets = _offsets_of(sizes, rows_RH.device) if expert_offsets is None else expert_offsets
+            return self._forward_by_offsets(rows_RH, offsets, has_tail=False)
         # unbind, not indexing: its backward writes the stacked gradient once instead of once per expert
         experts = zip(rows_RH.split_with_sizes(sizes), first.unbind(), self.down.unbind(), strict=True)
         outputs = [mlp(rows, first_weight, down_weight, self.activation) for rows, first_weight, down_weight in experts]
         return torch.cat(outputs).to(rows_RH.dtype)
 
-    def _forward_by_offsets(self, rows_RH: Tensor, expert_offsets: Tensor | None) -> Tensor:
+    def _forward_by_offsets(self, rows_RH: Tensor, expert_offsets: Tensor | None, has_tail: bool = True) -> Tensor:
         if expert_offsets is None or expert_offsets.shape != (len(self.expert_ids) + 1,):
             given = "None" if expert_offsets is None else f"of shape {list(expert_offsets.shape)}"
             raise ValueError(
                 f"tokens_per_expert is None and expert_offsets is {given}; give one of the two: {len(self.expert_ids)} "
                 f"counts, or [{len(self.expert_ids) + 1}] offsets."
             )
-        kind, dtype = rows_RH.device.type, rows_RH.dtype
-        if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # as F.linear does, which this stands for
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = _gemm_dtype(rows_RH)
         first: Tensor = self.get_parameter(self.first_name)
-        projected = grouped_linear(rows_RH.to(dtype), first.to(dtype), expert_offsets)
-        out: Tensor = grouped_linear(activate(projected, self.activation), self.down.to(dtype), expert_offsets)
-        return out.to(rows_RH.dtype)
+        projected = linear_per_expert(rows_RH.to(dtype), first.to(dtype), expert_offsets, has_tail)
+        inner = activate(projected, self.activation, expert_offsets if has_tail else None)
+        return linear_per_expert(inner, self.down.to(dtype), expert_offsets, has_tail).to(rows_RH.dtype)
+
+    def _one_gemm_serves(self, rows_RH: Tensor, first: Tensor) -> bool:
+        """Whether both projections are one grouped GEMM each."""
+        return all(one_gemm_serves(rows_RH.device, _gemm_dtype(rows_RH), w.shape) for w in (first, self.down))
 
     def extra_repr(self) -> str:
         """Sizes, for print(module)."""
@@ -267,6 +273,20 @@ class GroupedExperts(nn.Module):
                 for own, weight in zip(stack, given, strict=True):
                     own.copy_(weight)
         self._mark_parameters()
+
+
+def _gemm_dtype(rows: Tensor) -> torch.dtype:
+    """The dtype of the GEMMs over these rows: that of autocast where it is on, as F.linear does."""
+    kind, dtype = rows.device.type, rows.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return dtype
+
+
+def _offsets_of(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """[L + 1] int32 on the device, from counts on the host, without a wait."""
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device="cpu")
+    return offsets.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else offsets
 
 
 def _local_part(parameter: Tensor) -> tuple[range, Tensor]:

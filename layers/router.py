@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from moe_ep.autograd import ops
 from moe_ep.config import MoEConfig
-from moe_ep.layers import balance
+from moe_ep.layers import balance, routing_kernel
 from moe_ep.layers.capacity import apply_capacity
 from moe_ep.layers.router_gemm import router_logits
+from moe_ep.layers.routing_kernel import Routing
 from moe_ep.layers.topk import group_mask, group_scores, topk_lowest_index
 
 if TYPE_CHECKING:
@@ -114,17 +115,10 @@ class TopKRouter(nn.Module):
             if padding_mask is not None:  # padding may hold anything, NaN too: it is read as 0 and gets no gradient
                 x_TH = x_TH.masked_fill(padding_mask[:, None], 0.0)
             logits_TE = router_logits(x_TH, self.weight)
-            scores_TE = self._scores(logits_TE)
-            topk_idx_TK = self._choose(scores_TE)
-            topk_weights_TK = self._weights(scores_TE, topk_idx_TK)
-            if padding_mask is not None:
-                topk_idx_TK = topk_idx_TK.masked_fill(padding_mask[:, None], -1)
-                topk_weights_TK = topk_weights_TK.masked_fill(padding_mask[:, None], 0.0)
-            counts_E = balance.expert_counts(topk_idx_TK, self.num_experts)
             trains = self.training and torch.is_grad_enabled()
-            aux_loss = None
-            if trains:
-                aux_loss = self._aux_loss(logits_TE, scores_TE, topk_idx_TK, counts_E, padding_mask, sequence_idx)
+            routing = self._route(logits_TE, padding_mask, needs_probs=trains and self._has_balance_loss())
+            topk_idx_TK, topk_weights_TK, _, counts_E = routing
+            aux_loss = self._aux_loss(logits_TE, routing, padding_mask, sequence_idx) if trains else None
             self.last_counts = counts_E
             if self.options.capacity_factor is not None:
                 topk_idx_TK, topk_weights_TK, self.last_dropped = apply_capacity(
@@ -164,6 +158,25 @@ class TopKRouter(nn.Module):
             f"score_function={self.options.score_function}"
         )
 
+    def _has_balance_loss(self) -> bool:
+        options = self.options
+        return bool(options.aux_loss_coef or options.seq_aux_loss_coef or options.global_aux_loss_coef)
+
+    def _route(self, logits_TE: Tensor, padding_mask: Tensor | None, needs_probs: bool) -> Routing:
+        """Ids, weights, probabilities and counts: one kernel on CUDA, else step by step."""
+        if routing_kernel.serves(logits_TE, self.options):
+            return routing_kernel.route(logits_TE, self.expert_bias, padding_mask, self.options, needs_probs)
+        scores_TE = self._scores(logits_TE)
+        topk_idx_TK = self._choose(scores_TE)
+        topk_weights_TK = self._weights(scores_TE, topk_idx_TK)
+        probs_TE = self._probs(logits_TE, scores_TE) if needs_probs else None
+        if padding_mask is not None:
+            topk_idx_TK = topk_idx_TK.masked_fill(padding_mask[:, None], -1)
+            topk_weights_TK = topk_weights_TK.masked_fill(padding_mask[:, None], 0.0)
+            probs_TE = None if probs_TE is None else probs_TE.masked_fill(padding_mask[:, None], 0.0)
+        counts_E = balance.expert_counts(topk_idx_TK, self.num_experts)
+        return Routing(topk_idx_TK, topk_weights_TK, probs_TE, counts_E)
+
     def _scores(self, logits_TE: Tensor) -> Tensor:
         """What experts are chosen by and weights are made of; logits where softmax comes after the choice."""
         if self.options.score_function == "sigmoid":
@@ -193,19 +206,15 @@ class TopKRouter(nn.Module):
     def _aux_loss(
         self,
         logits_TE: Tensor,
-        scores_TE: Tensor,
-        topk_idx_TK: Tensor,
-        counts_E: Tensor,
+        routing: Routing,
         padding_mask: Tensor | None,
         sequence_idx: Tensor | None,
     ) -> Tensor | None:
         """Sum of the auxiliary losses that are switched on; their values go to `last_losses`."""
         options = self.options
+        topk_idx_TK, _, probs_TE, counts_E = routing
         losses: dict[str, Tensor] = {}
-        if options.aux_loss_coef or options.seq_aux_loss_coef or options.global_aux_loss_coef:
-            probs_TE = self._probs(logits_TE, scores_TE)
-            if padding_mask is not None:
-                probs_TE = probs_TE.masked_fill(padding_mask[:, None], 0.0)
+        if probs_TE is not None:
             if options.aux_loss_coef:
                 losses["aux_loss"] = balance.batch_aux_loss(probs_TE, counts_E, options.topk, options.aux_loss_coef)
             if options.seq_aux_loss_coef:

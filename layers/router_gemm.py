@@ -36,17 +36,22 @@ class _RouterLogits(torch.autograd.Function):
     @once_differentiable("TopKRouter")
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
-        grad_x = _mm(grad_TE, weight_EH, ctx.wide).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        if grad_TE.is_cuda and ctx.wide == torch.float32:
+            grad_TE = grad_TE.to(torch.bfloat16)  # once for both products
+        grad_x = _mm(grad_TE, weight_EH, ctx.wide, x_TH.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = _mm(grad_TE.t(), x_TH, ctx.wide).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
-def _mm(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """a @ b with sums and result in `wide`; float32 sums take bfloat16 operands on CUDA."""
+def _mm(a: Tensor, b: Tensor, wide: torch.dtype, out_dtype: torch.dtype | None = None) -> Tensor:
+    """a @ b, summed in `wide`, the dtype of the result unless given; on CUDA float32 sums take bfloat16 operands."""
+    out_dtype = wide if out_dtype is None else out_dtype
     with torch.autocast(device_type=a.device.type, enabled=False):  # backward may run inside the caller's autocast
         if wide == torch.float64 or not a.is_cuda:
-            return torch.mm(a.to(wide), b.to(wide))
+            return torch.mm(a.to(wide), b.to(wide)).to(out_dtype)
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+        if out_dtype == torch.bfloat16:  # the GEMM rounds its float32 sums itself, which spares a pass over the result
+            return torch.mm(a, b)
         if _MM_HAS_OUT_DTYPE:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.mm(a.float(), b.float())
+            return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+        return torch.mm(a.float(), b.float()).to(out_dtype)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_sel
 from moe_ep.autograd import ops
 from moe_ep.layers.experts import GroupedExperts
 from moe_ep.layers.router import TopKRouter
+from moe_ep.layers.routing_kernel import route_op
 from moe_ep.parallel import is_expert
 
 
@@ -106,8 +107,8 @@ def keep_exchange(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) ->
     Kept are the rows that dispatch received with their routing, the sum that combine returned, and the router's choice;
     so recompute runs the experts without any communication. Call it from a policy of your own to keep more.
     """
-    exchanges = (ops.dispatch_op, ops.combine_op, ops.all_reduce_op)
-    kept = operation is torch.ops.aten.topk.default or operation in [op._opoverload for op in exchanges]
+    own = (ops.dispatch_op, ops.combine_op, ops.all_reduce_op, route_op)
+    kept = operation is torch.ops.aten.topk.default or operation in [op._opoverload for op in own]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
