@@ -22,7 +22,8 @@ EXCHANGE = re.compile(r"nccl|deep_ep|nvshmem|symm_mem", re.IGNORECASE)
 def kind(kernel: str) -> str:
     """ "gemm", "exchange" or "other", by the name of a kernel."""
     if OWN.match(kernel):
-        return "other" if OWN_ELEMENTWISE.search(kernel) else "exchange"
+        name = re.split(r"[<(]", kernel.replace("(anonymous namespace)::", ""), maxsplit=1)[0]
+        return "other" if OWN_ELEMENTWISE.search(name) else "exchange"
     if EXCHANGE.search(kernel):
         return "exchange"
     return "gemm" if GEMM.search(kernel) else "other"

@@ -66,8 +66,6 @@ def _join(rank: int, size: int, device: str, init_method: str) -> World:
     has_nccl = num_gpus == size and dist.is_nccl_available()
     place = torch.device("cpu")
     if device == "cuda":
-        if not num_gpus:
-            raise SystemExit("--device cuda was given, but PyTorch finds no CUDA device; use --device cpu.")
         local = int(os.environ.get("LOCAL_RANK", rank)) if under_torchrun() else rank
         place = torch.device("cuda", local % num_gpus)
         torch.cuda.set_device(place)
@@ -94,8 +92,10 @@ def run(function: Callable[..., None], size: int, device: str, *args: Any) -> No
     """`function(world, *args)` on every rank. Under torchrun this process is one of them and `size` is not used.
 
     Raises:
-        SystemExit: a rank failed; the others are ended.
+        SystemExit: there is no such device, or a rank failed; then the others are ended.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda was given, but PyTorch finds no CUDA device; use --device cpu.")
     if under_torchrun():
         _serve(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device, "env://", function, args)
         return

@@ -132,8 +132,8 @@ def test_percentiles_lie_within_the_samples() -> None:
 def test_a_step_is_split_into_parts_that_add_up_to_its_span() -> None:
     spans = [
         ("sm90_xmma_gemm_bf16", 0.0, 10.0),
-        ("void moe_ep::(anonymous namespace)::moe_ep_pull(Call)", 5.0, 20.0),
-        ("moe_ep_swiglu", 20.0, 22.0),
+        ("void moe_ep::(anonymous namespace)::moe_ep_pull<Cast>(Call)", 5.0, 20.0),
+        ("void moe_ep::(anonymous namespace)::moe_ep_swiglu<bf16>(Call)", 20.0, 22.0),
         ("void at::native::vectorized_elementwise_kernel", 21.0, 25.0),
         ("ncclDevKernel_SendRecv", 30.0, 40.0),
     ]
