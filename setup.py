@@ -120,7 +120,7 @@ def extensions() -> list[Extension]:
     if nvcc_to_use() is None:
         return []
     sources = sorted(str(path) for suffix in ("cpp", "cu") for path in Path("csrc").glob(f"*.{suffix}"))
-    headers = sorted(str(path) for path in Path("csrc").glob("*.h"))
+    headers = sorted(str(path) for suffix in ("h", "cuh") for path in Path("csrc").glob(f"*.{suffix}"))
     return [Extension("moe_ep._C", sources=sources, depends=headers)]
 
 

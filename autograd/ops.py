@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from moe_ep._native import require
 from moe_ep.backends.base import Backend
 from moe_ep.buffer import BUFFERS, Buffer
 from moe_ep.checks import as_weights, check_combine, check_handle, dispatch_request
@@ -91,6 +92,7 @@ def _dispatch_fake(
     per_row = (num_rows, num_topk) if compact else (num_rows,)
     row_weights = x.new_empty(0) if topk_weights is None else topk_weights.new_empty(per_row)
     ids = topk_idx.new_empty
+    kernels = require() if owner.backend_name == "intranode" else None
     return [
         x.new_empty(num_rows, x.shape[1]),
         ids(per_row),
@@ -102,6 +104,9 @@ def _dispatch_fake(
         ids(num_sent, dtype=torch.int64),
         ids(num_received, dtype=torch.int32),
         ids(0 if compact else num_rows, dtype=torch.int64),
+        ids(kernels.geometry_length(owner.group_size, num_local) if kernels else 0, dtype=torch.int32),
+        ids((topk_idx.shape[0], owner.group_size) if kernels else 0, dtype=torch.int32),
+        ids((0 if compact else num_received, num_topk) if kernels else 0, dtype=torch.int32),
     ]
 
 

@@ -38,4 +38,7 @@ using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 // bind_layer.cpp: the kernels of moe_ep.layers.
 void bind_layer_kernels(pybind11::module_& module);
 
+// bind_intranode.cpp: Exchange, the kernels of the intranode backend with the memory that they share.
+void bind_intranode(pybind11::module_& module);
+
 }  // namespace moe_ep

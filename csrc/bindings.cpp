@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("cuda_archs") = MOE_EP_STRING(MOE_EP_CUDA_ARCHS);
 
   moe_ep::bind_layer_kernels(module);
+  moe_ep::bind_intranode(module);
 
   const moe_ep::NoGil no_gil;
   module.def("fp8_cast_1x128", &fp8_cast_1x128, no_gil, py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("q"),

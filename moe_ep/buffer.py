@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from moe_ep._native import load as load_native
 from moe_ep.backends.base import Backend
+from moe_ep.backends.intranode import IntranodeBackend
+from moe_ep.backends.node_memory import why_unavailable
 from moe_ep.backends.torch_dist import TorchDistBackend
 from moe_ep.errors import ConfigError
 from moe_ep.low_latency import LowLatency, LowLatencyState
@@ -89,7 +92,7 @@ class Buffer(NormalMode, LowLatency):
         self.num_rdma_bytes = num_rdma_bytes
         self.timeout_secs = timeout_secs
         self._num_sms = num_sms
-        self._backend = _make_backend(backend, group, timeout_secs)
+        self._backend = _make_backend(backend, group, timeout_secs, num_nvl_bytes)
         self._closed = False
         # Puts a rank whose own inputs need no gradient into the graph, so that it joins the backward of the others.
         # Made on the CPU whatever the default device: a meta tensor would turn the custom ops into fake ones.
@@ -114,6 +117,7 @@ class Buffer(NormalMode, LowLatency):
         """
         if self._closed:
             raise RuntimeError("the buffer is closed; construct a new Buffer on every rank of the group.")
+        self._backend.num_sms = self.num_sms
         return self._backend
 
     @property
@@ -222,6 +226,8 @@ class Buffer(NormalMode, LowLatency):
 
     def get_comm_stream(self) -> torch.cuda.Stream | None:
         """The stream that communication runs on: the current one with the torch backend, None without CUDA."""
+        if self._backend.stream is not None:
+            return self._backend.stream
         return torch.cuda.current_stream() if self._device().type == "cuda" else None
 
     def get_local_buffer_tensor(
@@ -278,15 +284,17 @@ class Buffer(NormalMode, LowLatency):
         return len(self._backend.ranks)
 
     def _device(self) -> torch.device:
-        if self.group is not None and "nccl" in str(dist.get_backend_config(self.group)):
+        if self.backend_name == "intranode" or (
+            self.group is not None and "nccl" in str(dist.get_backend_config(self.group))
+        ):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
 
-def _make_backend(name: str, group: dist.ProcessGroup | None, timeout_secs: float) -> Backend:
+def _make_backend(name: str, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int) -> Backend:
     if name not in BACKENDS:
         raise ConfigError(f"backend is {name!r}; it must be one of {', '.join(BACKENDS)}.")
-    if name in ("intranode", "internode"):
+    if name == "internode":
         raise ConfigError(
             f"backend is {name!r}, which this version does not contain; use backend='torch', or 'auto' for whatever "
             "this machine can run."
@@ -296,4 +304,16 @@ def _make_backend(name: str, group: dist.ProcessGroup | None, timeout_secs: floa
             f"group is {group!r}; give a torch.distributed process group that this rank belongs to, or None for a "
             "single rank."
         )
+    if name == "intranode" or (name == "auto" and _moves_cuda(group)):
+        obstacle = why_unavailable(group, timeout_secs)
+        if obstacle is None:
+            return IntranodeBackend(group, timeout_secs, num_bytes)
+        if name == "intranode":
+            raise ConfigError(f"backend is 'intranode', but {obstacle}; use backend='torch', or 'auto'.")
+        warnings.warn(f"moe_ep runs on torch.distributed, not on its kernels: {obstacle}.", stacklevel=3)
     return TorchDistBackend(group, timeout_secs)
+
+
+def _moves_cuda(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group is made for CUDA tensors, which all its ranks see alike."""
+    return group is not None and dist.get_world_size(group) > 1 and "nccl" in str(dist.get_backend_config(group))

@@ -46,6 +46,13 @@ class DispatchHandle:
         send_token: [S_send] int64, source token of the rows sent, ascending in (rank, token).
         recv_token: [S] int32, source token of the compact rows received, ascending in (rank, token).
         row_pair: [R] int64, expert_major only: `compact row * K + slot` of a row, -1 for padding; empty if compact.
+        geometry, token_row, pair_row: the same routing as the kernels read it, int32; empty where no kernel made the
+            plan (`moe_ep.backends.kernel_view`). geometry: counts of all ranks (csrc/exchange.h). token_row: [T, W],
+            compact row of a token on each rank, -1 for none. pair_row: [S, K], expert_major only, the row of each
+            (compact row, slot), -1 for none.
+
+    The plan of a kernel call with `max_rows` is known on the device only: its send_counts, recv_counts, recv_pairs,
+    rank_tokens and rank_rows hold -1, send_token is empty, and recv_token and pair_row have room for `max_rows` rows.
     """
 
     ranks: tuple[int, ...]
@@ -71,11 +78,19 @@ class DispatchHandle:
     send_token: Tensor
     recv_token: Tensor
     row_pair: Tensor
+    geometry: Tensor
+    token_row: Tensor
+    pair_row: Tensor
 
     @property
     def num_compact_rows(self) -> int:
         """S: one row per (token, source rank) received here."""
         return sum(self.recv_counts)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows the counts."""
+        return self.recv_counts[0] >= 0
 
     @cached_property
     def real_rows(self) -> Tensor:
@@ -150,7 +165,7 @@ _INTS = {
     "overflowed": True,
 }
 _TUPLES = {"ranks": 1, "send_counts": 1, "recv_counts": 1, "recv_pairs": 1, "rank_tokens": 1, "rank_rows": 2}
-_TENSORS = ("slot_rank", "send_token", "recv_token", "row_pair")
+_TENSORS = ("slot_rank", "send_token", "recv_token", "row_pair", "geometry", "token_row", "pair_row")
 NUM_HANDLE_TENSORS = 1 + len(_TENSORS)
 
 

@@ -8,7 +8,8 @@ Letters: T tokens of this rank, H hidden, K slots a token, E experts, L of them 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,8 +62,25 @@ class _Event:
         if self.previous is not None:
             self.previous.current_stream_wait()
 
-    def end(self) -> EventOverlap:
-        return EventOverlap(EventHandle() if self.async_finish else None)
+    @contextmanager
+    def asynchronous(self, backend: Backend, config: Config | None) -> Iterator[None]:
+        """Calls in the block leave the current stream alone where an event is asked for, and keep `config`'s SMs."""
+        backend.joins_stream = not self.async_finish
+        if config is not None:
+            backend.num_sms = config.num_sms
+        try:
+            yield
+        finally:
+            backend.joins_stream = True
+
+    def end(self, backend: Backend) -> EventOverlap:
+        """What marks the end of the calls that were made."""
+        if not self.async_finish:
+            return EventOverlap(None)
+        if backend.stream is None:
+            return EventOverlap(EventHandle())
+        with torch.cuda.stream(backend.stream):
+            return EventOverlap(EventHandle())
 
 
 class NormalMode(ABC):
@@ -127,7 +145,8 @@ class NormalMode(ABC):
             per_node = torch.stack([node.any(dim=1).sum() for node in nodes]).int()
         used = topk_idx[topk_idx >= 0].long()
         per_expert = torch.bincount(used, minlength=num_experts).int()
-        return in_rank_TW.sum(dim=0).int(), per_node, per_expert, in_rank_TW, event.end()
+        done = EventOverlap(EventHandle() if async_finish else None)
+        return in_rank_TW.sum(dim=0).int(), per_node, per_expert, in_rank_TW, done
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -160,7 +179,7 @@ class NormalMode(ABC):
             expert_alignment: the reported counts of each expert are rounded up to it; rows are not padded.
             num_worst_tokens: a fixed number of rows to hand out, without a host wait; needs topk_idx. Rows behind the
                 last are zero, their scales 1.
-            config: accepted; its chunk sizes have no meaning here.
+            config: its number of SMs is the budget of this call; its chunk sizes have no meaning here.
             previous_event, async_finish, allocate_on_comm_stream: as in `get_dispatch_layout`.
 
         Returns:
@@ -183,18 +202,19 @@ class NormalMode(ABC):
                 request = self._request(rows, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
         except (TypeError, ValueError, RuntimeError) as error:
             backend.refuse("dispatch", error)
-        if handle is not None:
-            backend.open_dispatch(handle, rows)
-            return self._move(handle, rows, scales), None, None, None, None, event.end()
-        plan = backend.plan(request)
-        received = self._move(plan.handle, rows, scales)
-        counts = plan.tokens_per_expert or []
-        if topk_idx is None:
+        with event.asynchronous(backend, config):
+            if handle is not None:
+                backend.open_dispatch(handle, rows)
+                return _move(backend, handle, rows, scales), None, None, None, None, event.end(backend)
+            plan = backend.plan(request)
+            received = _move(backend, plan.handle, rows, scales)
+            if topk_idx is not None:
+                counts = plan.tokens_per_expert or []
+                return received, plan.row_idx, plan.row_weights, counts, plan.handle, event.end(backend)
             assert num_tokens_per_expert is not None
             counts = backend.exchange_counts(num_tokens_per_expert, request.placement)
             counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
-            return received, None, None, counts, plan.handle, event.end()
-        return received, plan.row_idx, plan.row_weights, counts, plan.handle, event.end()
+            return received, None, None, counts, plan.handle, event.end(backend)
 
     def _request(
         self,
@@ -261,15 +281,6 @@ class NormalMode(ABC):
                 "Use moe_ep.combine for it."
             )
 
-    def _move(self, handle: DispatchHandle, rows: Tensor, scales: Tensor | None) -> Rows:
-        received = self.backend.dispatch(handle, rows)
-        if scales is None:
-            return received
-        received_scales = self.backend.dispatch(handle, scales)
-        if not handle.overflowed:
-            received_scales[handle.num_compact_rows :] = UNIT_SCALE[scales.dtype]
-        return received, received_scales
-
     # -- combine ----------------------------------------------------------------------------------------------------
 
     def combine(
@@ -312,10 +323,11 @@ class NormalMode(ABC):
             weights = None if topk_weights is None else _row_weights(topk_weights, handle)
         except (TypeError, ValueError, RuntimeError) as error:
             backend.refuse("combine", error)
-        backend.open_combine(handle, x, weights, exact=False, needs_grad=False)
-        combined = backend.combine(handle, x, None, exact=False, bias=biases)
-        summed = None if weights is None else backend.sum_weights(handle, weights)
-        return combined, summed, event.end()
+        with event.asynchronous(backend, config):
+            backend.open_combine(handle, x, weights, exact=False, needs_grad=False)
+            combined = backend.combine(handle, x, None, exact=False, bias=biases)
+            summed = None if weights is None else backend.sum_weights(handle, weights)
+            return combined, summed, event.end(backend)
 
     # -- recommendations --------------------------------------------------------------------------------------------
 
@@ -333,6 +345,13 @@ class NormalMode(ABC):
     def capture() -> EventOverlap:
         """An event that marks what the current stream has been given so far."""
         return EventOverlap(EventHandle())
+
+
+def _move(backend: Backend, handle: DispatchHandle, rows: Tensor, scales: Tensor | None) -> Rows:
+    received = backend.dispatch(handle, rows)
+    if scales is None:
+        return received
+    return received, backend.dispatch(handle, scales, padding=UNIT_SCALE[scales.dtype])
 
 
 def _split(x: Rows) -> tuple[Tensor, Tensor | None]:

@@ -92,6 +92,18 @@ class ExpertPlacement:
         """A 62-bit number that two ranks compare to see whether they place the experts alike."""
         return fingerprint_of(self.owner, self.world_size)
 
+    @cached_property
+    def _kernel_tables(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
+
+    def kernel_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(owner_E, local_E) int32 on `device`, made once."""
+        if device not in self._kernel_tables:
+            owner = torch.tensor(self.owner, dtype=torch.int32, device=device)
+            local = torch.tensor(self.local_idx, dtype=torch.int32, device=device)
+            self._kernel_tables[device] = owner, local
+        return self._kernel_tables[device]
+
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(owner_E, local_E) int64 on `device`, each with one more entry of -1 that the id -1 falls on."""
         owner = torch.tensor([*self.owner, -1], dtype=torch.int64, device=device)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import moe_ep
+
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
 
@@ -33,10 +35,14 @@ class RankFailure(AssertionError):
     """A rank raised; the text holds every failed rank's traceback."""
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_cuda: bool) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if on_cuda:
+        num_gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % num_gpus)
+        # Together the ranks of a GPU must stay below its SMs.
+        num_sms = torch.cuda.get_device_properties(rank % num_gpus).multi_processor_count
+        moe_ep.Buffer.set_num_sms(max(1, min(20, (num_sms - 4) * num_gpus // size)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
@@ -55,17 +61,17 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str) -> N
 
 
 class Pool:
-    """`size` processes in one world."""
+    """`size` processes in one world; `on_cuda` ranks share the GPUs there are."""
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo", on_cuda: bool = False) -> None:
+        self.size, on_cuda = size, on_cuda or backend == "nccl"
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, backend), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, backend, on_cuda), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -102,8 +108,9 @@ class Pool:
 class Pools:
     """The pool for a world size: one of 4 processes, and one of 8 once a test asks for more."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_cuda: bool = False) -> None:
         self._pools: dict[int, Pool] = {}
+        self._on_cuda = on_cuda
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_secs: float = 60.0) -> list[Any]:
         """`function(group, *args)` on ranks 0..world-1; their results in rank order.
@@ -114,7 +121,7 @@ class Pools:
         size = 4 if world <= 4 else 8
         pool = self._pools.get(size)
         if pool is None or not pool.processes:
-            pool = self._pools[size] = Pool(size)
+            pool = self._pools[size] = Pool(size, on_cuda=self._on_cuda)
             timeout_secs += 60.0  # the processes have to start
         return pool.run(function, world, args, timeout_secs)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from moe_ep.handle import DispatchHandle, Layout
@@ -73,6 +74,12 @@ class Backend(Protocol):
     name: str
     ranks: tuple[int, ...]
     rank: int
+    num_sms: int  # SM budget of the next calls; a backend without kernels of its own has no use for it
+    joins_stream: bool  # whether the current stream waits for the next calls; else `stream` tells when they end
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream of the kernels; None where calls run on the current one, or on the CPU."""
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         """Opens a dispatch: exchanges headers, counts, ids and weights.
@@ -90,10 +97,10 @@ class Backend(Protocol):
     def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
         """Sums [E] int counts over the sources, for the local experts: L ints."""
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
-        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H], padding zero.
+    def dispatch(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
+        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H].
 
-        Any dtype of 1, 2, 4 or 8 bytes travels (FP8 rows, their scales), and any strides.
+        Padding rows are `padding`. Any dtype of 1, 2, 4 or 8 bytes travels (FP8 rows, their scales), and any strides.
         """
 
     def dispatch_backward(

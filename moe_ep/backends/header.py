@@ -7,7 +7,7 @@ same verdict: all go on, or all raise the same sentence and none is left waiting
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ class Header:
     num_tokens: int = 0
     row_counts: tuple[int, ...] = ()  # compact rows that follow, for each rank
 
+    def match_words(self) -> list[int]:
+        """The fields that must be alike on all ranks, the operation first."""
+        return [int(getattr(self, name)) for name in _MATCH_WORDS]
+
+    @staticmethod
+    def of_words(words: Sequence[int], status: int) -> Header:
+        """The inverse of `match_words`."""
+        return replace(Header(status=status), **dict(zip(_MATCH_WORDS, words, strict=False)))  # type: ignore[arg-type]
+
     def for_peers(self) -> Tensor:
         """[W, fields + W] int64: the same row for every rank."""
         row = [*(int(getattr(self, name)) for name in _NUMBERS), *self.row_counts]
@@ -85,6 +94,7 @@ class Header:
 
 _NUMBERS = tuple(field.name for field in fields(Header) if field.name != "row_counts")
 _MUST_MATCH = _NUMBERS[: _NUMBERS.index("placement") + 1]
+_MATCH_WORDS = ("operation", *(name for name in _MUST_MATCH if name not in ("operation", "generation")))
 _MEANING = {
     "protocol": "the protocol version",
     "generation": "the generation (how often reset() ran)",

@@ -51,6 +51,13 @@ class TorchDistBackend:
             self.ranks, self.rank = (0 if group is None else dist.get_rank(),), 0
         self._agreement = Agreement(self._group)
         self._faults: list[str] = []
+        self.num_sms = 0
+        self.joins_stream = True
+
+    @property
+    def stream(self) -> None:
+        """Calls run on the current stream."""
+        return None
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -99,6 +106,9 @@ class TorchDistBackend:
             send_token=layout.send_token,
             recv_token=layout.send_token.int(),
             row_pair=layout.send_token.new_empty(0),
+            geometry=layout.send_token.new_empty(0, dtype=torch.int32),
+            token_row=layout.send_token.new_empty(0, dtype=torch.int32),
+            pair_row=layout.send_token.new_empty(0, dtype=torch.int32),
         )
         with self._agreement.committed("dispatch"):
             recv_token, idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
@@ -131,11 +141,11 @@ class TorchDistBackend:
                 self._group.all_reduce(counts, "dispatch")
             return [int(counts[expert]) for expert in placement.experts_of(self.rank)]
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+    def dispatch(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
         with self._agreement.committed("dispatch"):
-            return self._rows_of(handle, x)
+            return self._rows_of(handle, x, padding)
 
-    def _rows_of(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+    def _rows_of(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
         """[T, H] at the sources -> [R, H] here, as the layout wants them."""
         if x.element_size() == 1 and x.dtype != torch.uint8:  # FP8: torch copies such bytes, but fills none
             return self._rows_of(handle, x.view(torch.uint8)).view(x.dtype)
@@ -144,8 +154,8 @@ class TorchDistBackend:
             return x.new_full((handle.num_rows, x.shape[1]), poison(x.dtype))
         x_SH = self._scatter_rows(handle, x)
         if handle.layout == "compact":
-            return resize(x_SH, handle.num_rows, 0)
-        return take(x_SH, torch.div(handle.row_pair, handle.num_topk, rounding_mode="floor"), 0)
+            return resize(x_SH, handle.num_rows, padding)
+        return take(x_SH, torch.div(handle.row_pair, handle.num_topk, rounding_mode="floor"), padding)
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None

@@ -1,0 +1,343 @@
+// moe_ep._C.Exchange: the intranode kernels with the memory they share. The contracts are in the headers of the launch
+// functions; moe_ep/backends/intranode/ calls them.
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "binding.h"
+#include "exchange_host.h"
+#include "intranode_combine.h"
+#include "intranode_move.h"
+#include "intranode_plan.h"
+#include "intranode_small.h"
+
+namespace py = pybind11;
+
+namespace moe_ep {
+namespace {
+
+RowKind row_kind(const std::string& name) {
+  if (name == "bfloat16") {
+    return RowKind::kBFloat16;
+  }
+  if (name == "float16") {
+    return RowKind::kFloat16;
+  }
+  if (name == "float32") {
+    return RowKind::kFloat32;
+  }
+  MOE_EP_CHECK(name == "float64", "rows have dtype ", name, ", which cannot be summed here: convert them.");
+  return RowKind::kFloat64;
+}
+
+Number number_kind(const std::string& name) {
+  if (name == "float32") {
+    return Number::kFloat32;
+  }
+  if (name == "float64") {
+    return Number::kFloat64;
+  }
+  if (name == "int32") {
+    return Number::kInt32;
+  }
+  if (name == "int64") {
+    return Number::kInt64;
+  }
+  if (name == "bfloat16") {
+    return Number::kBFloat16;
+  }
+  MOE_EP_CHECK(name == "float16", "numbers have dtype ", name, ", which cannot be summed here: convert them.");
+  return Number::kFloat16;
+}
+
+// The header of a call as Python packs it: kHeaderWords int64.
+Call call_of(const Exchange& exchange, const std::string& header, int num_match, uint64_t question) {
+  int64_t words[kHeaderWords];
+  MOE_EP_CHECK(header.size() == sizeof(words), "a header has ", header.size(), " bytes, not ", sizeof(words), ".");
+  std::memcpy(words, header.data(), sizeof(words));
+  return exchange.call(words, num_match, question);
+}
+
+PlanInput plan_input(uintptr_t ids, int id_bytes, int64_t id_stride_token, int64_t id_stride_slot, uintptr_t weights,
+                     int weight_bytes, int64_t weight_stride_token, int64_t weight_stride_slot, int64_t num_tokens,
+                     int num_topk, int num_experts, int num_local, uintptr_t owner, uintptr_t local_idx,
+                     int64_t alignment, bool expert_major, int64_t max_rows, uintptr_t chunk_counts, uintptr_t geometry,
+                     uintptr_t expert_counts, uintptr_t expert_offsets) {
+  PlanInput in;
+  in.ids = pointer_from<const void>(ids);
+  in.id_bytes = id_bytes;
+  in.id_stride_token = id_stride_token;
+  in.id_stride_slot = id_stride_slot;
+  in.weights = pointer_from<const void>(weights);
+  in.weight_bytes = weight_bytes;
+  in.weight_stride_token = weight_stride_token;
+  in.weight_stride_slot = weight_stride_slot;
+  in.num_tokens = num_tokens;
+  in.num_topk = num_topk;
+  in.num_experts = num_experts;
+  in.num_local = num_local;
+  in.owner = pointer_from<const int32_t>(owner);
+  in.local_idx = pointer_from<const int32_t>(local_idx);
+  in.alignment = alignment;
+  in.expert_major = expert_major;
+  in.max_rows = max_rows;
+  in.chunk_counts = pointer_from<int32_t>(chunk_counts);
+  in.geometry = pointer_from<int32_t>(geometry);
+  in.expert_counts = pointer_from<int32_t>(expert_counts);
+  in.expert_offsets = pointer_from<int32_t>(expert_offsets);
+  return in;
+}
+
+void plan_count(const Exchange& exchange, const PlanInput& input, const std::string& header, int num_match,
+                uint64_t question, int num_sms, uintptr_t stream) {
+  launch_plan_count(call_of(exchange, header, num_match, question), input, num_sms, stream_from(stream));
+}
+
+void plan_fill(const Exchange& exchange, const PlanInput& input, const std::string& header, int num_match,
+               int64_t capacity, int64_t num_rows, uintptr_t row_idx, uintptr_t row_weights, uintptr_t recv_token,
+               uintptr_t pair_row, uintptr_t row_pair, uintptr_t token_row, uintptr_t slot_rank, uintptr_t send_token,
+               int num_sms, uintptr_t stream) {
+  const PlanOutput output = {capacity,
+                             num_rows,
+                             pointer_from<void>(row_idx),
+                             pointer_from<void>(row_weights),
+                             pointer_from<int32_t>(recv_token),
+                             pointer_from<int32_t>(pair_row),
+                             pointer_from<int64_t>(row_pair),
+                             pointer_from<int32_t>(token_row),
+                             pointer_from<int64_t>(slot_rank),
+                             pointer_from<int64_t>(send_token)};
+  launch_plan_fill(call_of(exchange, header, num_match, 0), input, output, num_sms, stream_from(stream));
+}
+
+void move(const Exchange& exchange, const std::string& header, int num_match, uintptr_t x, int64_t x_stride_bytes,
+          int64_t num_tokens, int64_t row_bytes, uintptr_t recv_token, uintptr_t pair_row, int num_topk, int num_local,
+          bool expert_major, uintptr_t geometry, uintptr_t out, int64_t num_rows, uint64_t poison, uint64_t padding,
+          bool use_tma, const std::string& dtype, uintptr_t weights, uintptr_t rows, uintptr_t grad_weights,
+          int num_sms, uintptr_t stream) {
+  const Call call = call_of(exchange, header, num_match, 0);
+  const MoveInput input = {pointer_from<const char>(x),
+                           x_stride_bytes,
+                           num_tokens,
+                           row_bytes,
+                           pointer_from<const int32_t>(recv_token),
+                           pointer_from<const int32_t>(pair_row),
+                           num_topk,
+                           num_local,
+                           expert_major,
+                           pointer_from<const int32_t>(geometry),
+                           pointer_from<char>(out),
+                           num_rows,
+                           poison,
+                           padding};
+  if (weights == 0) {
+    launch_move(call, input, use_tma, num_sms, stream_from(stream));
+    return;
+  }
+  const MoveWeights with = {pointer_from<const void>(weights), pointer_from<const char>(rows),
+                            pointer_from<void>(grad_weights)};
+  launch_move_weighted(call, input, with, row_kind(dtype), num_sms, stream_from(stream));
+}
+
+void combine(const Exchange& exchange, const std::string& header, int num_match, uintptr_t rows, int64_t num_rows,
+             uintptr_t weights, uintptr_t bias_0, uintptr_t bias_1, int64_t num_tokens, int64_t row_bytes,
+             uintptr_t pair_row, uintptr_t token_row, uintptr_t slot_rank, int num_topk, int num_local,
+             bool expert_major, int64_t num_compact_rows, uintptr_t geometry, uintptr_t y, uint64_t poison, bool exact,
+             bool is_weighted, const std::string& dtype, int num_sms, uintptr_t stream) {
+  const Call call = call_of(exchange, header, num_match, 0);
+  const CombineInput input = {pointer_from<const char>(rows),
+                              pointer_from<const void>(weights),
+                              {pointer_from<const char>(bias_0), pointer_from<const char>(bias_1)},
+                              num_tokens,
+                              row_bytes,
+                              pointer_from<const int32_t>(pair_row),
+                              pointer_from<const int32_t>(token_row),
+                              num_topk,
+                              num_local,
+                              expert_major,
+                              pointer_from<const int32_t>(geometry),
+                              pointer_from<char>(y),
+                              poison};
+  if (exact) {
+    launch_combine_exact(call, {input, pointer_from<const int64_t>(slot_rank), num_rows, is_weighted, num_compact_rows},
+                         row_kind(dtype), num_sms, stream_from(stream));
+  } else {
+    launch_combine(call, input, row_kind(dtype), num_sms, stream_from(stream));
+  }
+}
+
+void numbers_home(const Exchange& exchange, const std::string& header, int num_match, uintptr_t numbers,
+                  uintptr_t pair_row, uintptr_t token_row, uintptr_t slot_rank, int64_t num_compact_rows,
+                  int64_t num_tokens, int num_topk, uintptr_t geometry, bool sums, uintptr_t out,
+                  const std::string& dtype, int num_sms, uintptr_t stream) {
+  const NumbersInput input = {pointer_from<const void>(numbers),
+                              pointer_from<const int32_t>(pair_row),
+                              pointer_from<const int32_t>(token_row),
+                              pointer_from<const int64_t>(slot_rank),
+                              num_compact_rows,
+                              num_tokens,
+                              num_topk,
+                              pointer_from<const int32_t>(geometry),
+                              sums,
+                              pointer_from<void>(out)};
+  launch_numbers_home(call_of(exchange, header, num_match, 0), input, number_kind(dtype), num_sms, stream_from(stream));
+}
+
+void all_reduce(const Exchange& exchange, const std::string& header, int num_match, uintptr_t in, uintptr_t out,
+                int64_t count, const std::string& dtype, int num_sms, uintptr_t stream) {
+  launch_all_reduce(call_of(exchange, header, num_match, 0), pointer_from<const void>(in), pointer_from<void>(out),
+                    count, number_kind(dtype), num_sms, stream_from(stream));
+}
+
+void header_only(const Exchange& exchange, const std::string& header, int num_match, uint64_t question,
+                 uintptr_t stream) {
+  launch_header_only(call_of(exchange, header, num_match, question), stream_from(stream));
+}
+
+void done_only(const Exchange& exchange, const std::string& header, uintptr_t stream) {
+  launch_done_only(call_of(exchange, header, 0, 0), stream_from(stream));
+}
+
+void drain(const Exchange& exchange, const std::string& header, uintptr_t stream) {
+  launch_drain(call_of(exchange, header, 0, 0), stream_from(stream));
+}
+
+// (verdict, epoch, compact rows, rows, bad slot, bad id, x needs grad, weights need grad) of the newest answer.
+py::tuple answer(Exchange& exchange) {
+  HostRecord& record = exchange.record();
+  return py::make_tuple(record.verdict, record.epoch, record.num_compact_rows, record.num_rows, record.bad_slot,
+                        record.bad_id, record.x_needs_grad, record.weights_need_grad);
+}
+
+// (tokens of each rank, rows from each to each, pairs from each, counts of the local experts) of the newest plan.
+py::tuple counts(Exchange& exchange, int size, int num_local) {
+  HostRecord& record = exchange.record();
+  py::tuple tokens(size), rows(size * size), pairs(size);
+  py::list experts(num_local);
+  for (int i = 0; i < size; ++i) {
+    tokens[i] = record.rank_tokens[i];
+    pairs[i] = record.recv_pairs[i];
+    for (int j = 0; j < size; ++j) {
+      rows[i * size + j] = record.rank_rows[i][j];
+    }
+  }
+  for (int i = 0; i < num_local; ++i) {
+    experts[i] = record.expert_counts[i];
+  }
+  return py::make_tuple(tokens, rows, pairs, experts);
+}
+
+// kHeaderWords int64 of each rank, of the newest call that was refused.
+py::bytes headers(Exchange& exchange, int size) {
+  return py::bytes(reinterpret_cast<const char*>(exchange.record().headers),
+                   size * sizeof(exchange.record().headers[0]));
+}
+
+// Name and eight numbers of every fault since the last call of this, which are forgotten; a timeout stays until the
+// next generation.
+std::vector<std::pair<std::string, std::vector<int64_t>>> take_faults(Exchange& exchange) {
+  HostRecord& record = exchange.record();
+  std::vector<std::pair<std::string, std::vector<int64_t>>> faults;
+  const auto take = [&](const char* name, HostRecord::Fault& fault, bool stays) {
+    int64_t values[8];
+    if (Exchange::take_fault(&fault, values)) {
+      faults.emplace_back(name, std::vector<int64_t>(values, values + 8));
+      if (!stays) {
+        __atomic_store_n(&fault.valid, 0, __ATOMIC_RELEASE);
+      }
+    }
+  };
+  take("timeout", record.timeout, true);
+  take("refused", record.refused, false);
+  take("overflow", record.overflow, false);
+  take("bad_idx", record.bad_idx, false);
+  return faults;
+}
+
+bool has_fault(Exchange& exchange) {
+  HostRecord& record = exchange.record();
+  const auto valid = [](const HostRecord::Fault& fault) {
+    return __atomic_load_n(&fault.valid, __ATOMIC_ACQUIRE) != 0;
+  };
+  return valid(record.timeout) || valid(record.refused) || valid(record.overflow) || valid(record.bad_idx);
+}
+
+}  // namespace
+
+void bind_intranode(py::module_& module) {
+  const NoGil no_gil;
+  module.def("pci_bus_id", &pci_bus_id);
+  module.def("can_reach", &can_reach, py::arg("peer_pci_bus_id"));
+  module.def("geometry_length", &Geometry::length, py::arg("size"), py::arg("num_local"));
+  module.def("num_chunks", &num_chunks, py::arg("num_tokens"));
+  module.def("chunk_tokens", &chunk_tokens, py::arg("num_tokens"));
+  module.attr("max_ranks") = kMaxRanks;
+  module.attr("max_chunks") = kMaxChunks;
+  module.attr("max_local_experts") = kMaxLocalExperts;
+  module.attr("max_host_counts") = kMaxHostCounts;
+  module.attr("header_words") = kHeaderWords;
+
+  py::class_<PlanInput>(module, "PlanInput")
+      .def(py::init(&plan_input), py::kw_only(), py::arg("ids"), py::arg("id_bytes"), py::arg("id_stride_token"),
+           py::arg("id_stride_slot"), py::arg("weights"), py::arg("weight_bytes"), py::arg("weight_stride_token"),
+           py::arg("weight_stride_slot"), py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"),
+           py::arg("num_local"), py::arg("owner"), py::arg("local_idx"), py::arg("alignment"), py::arg("expert_major"),
+           py::arg("max_rows"), py::arg("chunk_counts"), py::arg("geometry"), py::arg("expert_counts"),
+           py::arg("expert_offsets"));
+
+  py::class_<Exchange>(module, "Exchange")
+      .def(py::init<int, int, double>(), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("timeout_secs"))
+      .def("export_control", [](const Exchange& self) { return py::bytes(self.export_control()); })
+      .def("export_segment", [](const Exchange& self) { return py::bytes(self.export_segment()); })
+      .def("open_control", &Exchange::open_control, py::arg("peer"), py::arg("exported"))
+      .def("open_segment", &Exchange::open_segment, py::arg("peer"), py::arg("exported"))
+      .def("close_segments", &Exchange::close_segments)
+      .def("allocate_segment", &Exchange::allocate_segment, py::arg("slot_bytes"))
+      .def_property_readonly("slot_bytes", &Exchange::slot_bytes)
+      .def("begin_generation", &Exchange::begin_generation, py::arg("generation"))
+      .def(
+          "wait_answer",
+          [](const Exchange& self, uint64_t question, double limit_secs, uintptr_t stream) {
+            return self.wait_answer(question, limit_secs, stream_from(stream));
+          },
+          no_gil, py::arg("question"), py::arg("limit_secs"), py::arg("stream"))
+      .def("answer", &answer)
+      .def("counts", &counts, py::arg("size"), py::arg("num_local"))
+      .def("headers", &headers, py::arg("size"))
+      .def("has_fault", &has_fault)
+      .def("take_faults", &take_faults)
+      .def("plan_count", &plan_count, no_gil, py::kw_only(), py::arg("input"), py::arg("header"), py::arg("num_match"),
+           py::arg("question"), py::arg("num_sms"), py::arg("stream"))
+      .def("plan_fill", &plan_fill, no_gil, py::kw_only(), py::arg("input"), py::arg("header"), py::arg("num_match"),
+           py::arg("capacity"), py::arg("num_rows"), py::arg("row_idx"), py::arg("row_weights"), py::arg("recv_token"),
+           py::arg("pair_row"), py::arg("row_pair"), py::arg("token_row"), py::arg("slot_rank"), py::arg("send_token"),
+           py::arg("num_sms"), py::arg("stream"))
+      .def("move", &move, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("x"),
+           py::arg("x_stride_bytes"), py::arg("num_tokens"), py::arg("row_bytes"), py::arg("recv_token"),
+           py::arg("pair_row"), py::arg("num_topk"), py::arg("num_local"), py::arg("expert_major"), py::arg("geometry"),
+           py::arg("out"), py::arg("num_rows"), py::arg("poison"), py::arg("padding"), py::arg("use_tma"),
+           py::arg("dtype"), py::arg("weights"), py::arg("rows"), py::arg("grad_weights"), py::arg("num_sms"),
+           py::arg("stream"))
+      .def("combine", &combine, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("rows"),
+           py::arg("num_rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("num_tokens"),
+           py::arg("row_bytes"), py::arg("pair_row"), py::arg("token_row"), py::arg("slot_rank"), py::arg("num_topk"),
+           py::arg("num_local"), py::arg("expert_major"), py::arg("num_compact_rows"), py::arg("geometry"),
+           py::arg("y"), py::arg("poison"), py::arg("exact"), py::arg("is_weighted"), py::arg("dtype"),
+           py::arg("num_sms"), py::arg("stream"))
+      .def("numbers_home", &numbers_home, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"),
+           py::arg("numbers"), py::arg("pair_row"), py::arg("token_row"), py::arg("slot_rank"),
+           py::arg("num_compact_rows"), py::arg("num_tokens"), py::arg("num_topk"), py::arg("geometry"),
+           py::arg("sums"), py::arg("out"), py::arg("dtype"), py::arg("num_sms"), py::arg("stream"))
+      .def("all_reduce", &all_reduce, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"),
+           py::arg("numbers"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("num_sms"),
+           py::arg("stream"))
+      .def("header_only", &header_only, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"),
+           py::arg("question"), py::arg("stream"))
+      .def("done_only", &done_only, no_gil, py::kw_only(), py::arg("header"), py::arg("stream"))
+      .def("drain", &drain, no_gil, py::kw_only(), py::arg("header"), py::arg("stream"));
+}
+
+}  // namespace moe_ep

@@ -1,0 +1,61 @@
+// The copy engine of an SM (sm_90 and later): bulk copies between global and shared memory that complete on a barrier.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_ep {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Makes initialised barriers and ordinary accesses known to the copy engine, and what it wrote known to readers.
+__device__ inline void fence_copy_engine() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+__device__ inline void load_bulk(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(num_bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred done;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again;\n\t"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ inline void store_bulk(void* global, const void* shared, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(num_bytes)
+               : "memory");
+}
+
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most kPending groups of this thread still read shared memory.
+template <int kPending>
+__device__ inline void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Until all groups of this thread are written.
+__device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+#endif
+
+}  // namespace moe_ep

@@ -1,0 +1,175 @@
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "check.h"
+#include "exchange_host.h"
+
+namespace moe_ep {
+namespace {
+
+// What is exported has a page of its own: a handle stands for the whole allocation that a pointer lies in.
+constexpr int64_t kPageBytes = 2 << 20;
+
+int64_t whole_pages(int64_t num_bytes) { return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+
+std::string export_memory(void* pointer) {
+  cudaIpcMemHandle_t handle;
+  check_cuda(cudaIpcGetMemHandle(&handle, pointer), "intranode: exporting memory to the other ranks");
+  return std::string(reinterpret_cast<const char*>(&handle), sizeof(handle));
+}
+
+void* open_memory(const std::string& exported) {
+  MOE_EP_CHECK(exported.size() == sizeof(cudaIpcMemHandle_t), "a memory handle has ", exported.size(), " bytes, not ",
+               sizeof(cudaIpcMemHandle_t), ": give what export returned on the other rank.");
+  cudaIpcMemHandle_t handle;
+  std::memcpy(&handle, exported.data(), sizeof(handle));
+  void* pointer = nullptr;
+  check_cuda(cudaIpcOpenMemHandle(&pointer, handle, cudaIpcMemLazyEnablePeerAccess),
+             "intranode: opening another rank's memory");
+  return pointer;
+}
+
+}  // namespace
+
+Exchange::Exchange(int rank, int size, double timeout_secs) {
+  MOE_EP_CHECK(1 <= size && size <= kMaxRanks, "the EP group has ", size, " ranks; the intranode backend takes 1 to ",
+               kMaxRanks, ": use backend=\"torch\".");
+  std::memset(&world_, 0, sizeof(world_));
+  world_.rank = rank;
+  world_.size = size;
+  world_.timeout_ns = static_cast<uint64_t>(timeout_secs * 1e9);
+  const int64_t state_offset = whole_pages(sizeof(Control));
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, state_offset + kPageBytes), "intranode: memory for the control block");
+  world_.control[rank] = static_cast<Control*>(memory);
+  world_.state = reinterpret_cast<State*>(static_cast<char*>(memory) + state_offset);
+  check_cuda(cudaMemset(memory, 0, state_offset + kPageBytes), "intranode: zeroing the control block");
+  check_cuda(cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(HostRecord), cudaHostAllocMapped),
+             "intranode: mapped host memory");
+  std::memset(static_cast<void*>(record_), 0, sizeof(HostRecord));
+  check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&world_.record), record_, 0),
+             "intranode: mapped host memory");
+  check_cuda(cudaDeviceSynchronize(), "intranode: the start");
+}
+
+Exchange::~Exchange() {
+  close_segments();
+  for (int peer = 0; peer < world_.size; ++peer) {
+    if (peer != world_.rank && world_.control[peer] != nullptr) {
+      cudaIpcCloseMemHandle(world_.control[peer]);
+    }
+  }
+  cudaFree(world_.segment[world_.rank]);
+  cudaFree(world_.control[world_.rank]);
+  cudaFreeHost(record_);
+}
+
+std::string Exchange::export_control() const { return export_memory(world_.control[world_.rank]); }
+
+std::string Exchange::export_segment() const { return export_memory(world_.segment[world_.rank]); }
+
+void Exchange::open_control(int peer, const std::string& exported) {
+  world_.control[peer] = static_cast<Control*>(open_memory(exported));
+}
+
+void Exchange::open_segment(int peer, const std::string& exported) {
+  world_.segment[peer] = static_cast<char*>(open_memory(exported));
+}
+
+void Exchange::close_segments() {
+  for (int peer = 0; peer < world_.size; ++peer) {
+    if (peer != world_.rank && world_.segment[peer] != nullptr) {
+      cudaIpcCloseMemHandle(world_.segment[peer]);
+      world_.segment[peer] = nullptr;
+    }
+  }
+}
+
+void Exchange::allocate_segment(int64_t slot_bytes) {
+  slot_bytes = whole_pages(slot_bytes);
+  check_cuda(cudaFree(world_.segment[world_.rank]), "intranode: freeing the segment");
+  world_.segment[world_.rank] = nullptr;
+  world_.slot_bytes = 0;
+  check_cuda(cudaMalloc(reinterpret_cast<void**>(&world_.segment[world_.rank]), 2 * slot_bytes),
+             "intranode: memory for the segment");
+  world_.slot_bytes = slot_bytes;
+}
+
+void Exchange::begin_generation(uint32_t generation) {
+  State state;
+  std::memset(&state, 0, sizeof(state));
+  state.generation = generation;
+  state.bad_slot = ~0ull;
+  check_cuda(cudaMemcpy(world_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "intranode: a new generation");
+  record_->timeout.valid = record_->refused.valid = record_->overflow.valid = record_->bad_idx.valid = 0;
+}
+
+Call Exchange::call(const int64_t* header, int num_match, uint64_t question) const {
+  Call call;
+  call.world = world_;
+  call.world.operation = header[0];
+  std::memcpy(call.header, header, sizeof(call.header));
+  call.num_match = num_match;
+  call.question = question;
+  return call;
+}
+
+uint64_t Exchange::answered() const { return __atomic_load_n(&record_->answered, __ATOMIC_ACQUIRE); }
+
+bool Exchange::wait_answer(uint64_t question, double limit_secs, cudaStream_t stream) const {
+  using Clock = std::chrono::steady_clock;
+  const auto began = Clock::now();
+  for (int64_t round = 0;; ++round) {
+    if (answered() == question) {
+      return true;
+    }
+    if (round % 1024 != 1023) {
+      continue;
+    }
+    const double waited_secs = std::chrono::duration<double>(Clock::now() - began).count();
+    if (waited_secs > limit_secs) {
+      return false;
+    }
+    if (waited_secs > 0.005) {
+      const cudaError_t error = cudaStreamQuery(stream);
+      if (error != cudaErrorNotReady) {
+        check_cuda(error, "intranode: the stream of the exchange");
+        MOE_EP_CHECK(answered() == question, "intranode: a kernel ended without an answer.");
+        return true;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+}
+
+bool Exchange::take_fault(HostRecord::Fault* fault, int64_t (&values)[8]) {
+  if (__atomic_load_n(&fault->valid, __ATOMIC_ACQUIRE) == 0) {
+    return false;
+  }
+  std::memcpy(values, fault->values, sizeof(values));
+  return true;
+}
+
+std::string pci_bus_id() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "intranode: the current device");
+  char name[32];
+  check_cuda(cudaDeviceGetPCIBusId(name, sizeof(name), device), "intranode: the device's bus number");
+  return name;
+}
+
+bool can_reach(const std::string& peer_pci_bus_id) {
+  int device = 0, peer = 0, can = 0;
+  check_cuda(cudaGetDevice(&device), "intranode: the current device");
+  if (cudaDeviceGetByPCIBusId(&peer, peer_pci_bus_id.c_str()) != cudaSuccess) {
+    cudaGetLastError();  // this process does not see that device
+    return false;
+  }
+  if (peer == device) {
+    return true;
+  }
+  return cudaDeviceCanAccessPeer(&can, device, peer) == cudaSuccess && can != 0;
+}
+
+}  // namespace moe_ep

@@ -1,0 +1,57 @@
+// The host side of an exchange: memory that the ranks of a node open of each other, and what the device reports.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "exchange.h"
+
+namespace moe_ep {
+
+// One rank's part of an exchange. It owns a control block of fixed size, a segment of two slots that can be replaced,
+// the mappings of the other ranks' and mapped host memory for reports. Not thread safe. All methods throw
+// std::runtime_error with a sentence where CUDA refuses.
+class Exchange {
+ public:
+  // Takes memory on the current device. `timeout_secs` is the limit of every wait on the device.
+  Exchange(int rank, int size, double timeout_secs);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  // Handles for the other processes of this machine.
+  std::string export_control() const;
+  std::string export_segment() const;
+  void open_control(int peer, const std::string& exported);
+  void open_segment(int peer, const std::string& exported);
+  void close_segments();
+  // Replaces the own segment by one whose slots hold at least `slot_bytes` each. No peer may have the old one open.
+  void allocate_segment(int64_t slot_bytes);
+  int64_t slot_bytes() const { return world_.slot_bytes; }
+
+  // Epoch 0 of a generation, faults forgotten. No kernel of this exchange may be running.
+  void begin_generation(uint32_t generation);
+
+  Call call(const int64_t* header, int num_match, uint64_t question) const;
+
+  // Until the device has answered `question`: false where `limit_secs` passed first. Throws where the stream has ended
+  // without an answer.
+  bool wait_answer(uint64_t question, double limit_secs, cudaStream_t stream) const;
+
+  HostRecord& record() { return *record_; }
+  static bool take_fault(HostRecord::Fault* fault, int64_t (&values)[8]);
+
+ private:
+  uint64_t answered() const;
+
+  World world_;
+  HostRecord* record_ = nullptr;
+};
+
+// The current device, as other processes can name it, and whether its kernels can reach another one's memory.
+std::string pci_bus_id();
+bool can_reach(const std::string& peer_pci_bus_id);
+
+}  // namespace moe_ep

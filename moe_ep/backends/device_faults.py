@@ -1,0 +1,160 @@
+"""What the device reports of calls inside a node, as errors: verdicts, time limits, faults that nobody waited for."""
+
+from __future__ import annotations
+
+import struct
+from typing import NoReturn
+
+from moe_ep.backends.base import DispatchRequest
+from moe_ep.backends.header import ERRORS, OPERATIONS, Header, disagreement
+from moe_ep.backends.node_memory import NodeMemory
+from moe_ep.errors import ConfigError, EPTimeoutError
+
+GO, REFUSE, DISAGREE, GROW, FAILED = range(5)
+_PHASES = (
+    "be done with an earlier call",  # its slot is needed again
+    "come to the call",
+    "publish its rows",
+    "finish its own part",
+    "go on: it gave the call up",
+)
+_HEADER = struct.Struct("32q")
+_STATUS_WORD = 28
+_TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
+
+
+class DeviceFaults:
+    """Reads the mapped record of one rank's exchange; see `HostRecord` in csrc/exchange.h."""
+
+    def __init__(self, memory: NodeMemory) -> None:
+        self._memory = memory
+        self._exchange = memory.exchange
+        self._dead: str | None = None
+
+    def raise_if_dead(self, operation: str) -> None:
+        """After a time limit nothing is started any more."""
+        if self._dead is not None:
+            raise EPTimeoutError(f"{operation} was not started: {self._dead}")
+
+    def forget(self) -> None:
+        self._dead = None
+
+    def await_answer(self, operation: str, question: int, limit_secs: float, stream: int) -> int:
+        """The verdict of a call whose host waits; raises where a limit passed."""
+        slice_secs, waited_secs = 0.5, 0.0  # in slices, so that an interrupt is seen
+        while not self._exchange.wait_answer(question, slice_secs, stream):
+            waited_secs += slice_secs
+            if waited_secs > limit_secs:
+                self._die(
+                    f"{operation} on rank {self._own} has not begun on the device after {limit_secs:g} s: other work "
+                    "holds it. Look for a kernel on this GPU that waits for something."
+                )
+        verdict = self._exchange.answer()[0]
+        if verdict == FAILED:
+            self._raise_timeout(operation)
+        return verdict
+
+    def verdict(
+        self, operation: str, question: int, limit_secs: float, stream: int, request: DispatchRequest | None
+    ) -> int:
+        """GO or GROW; raises what any other verdict means."""
+        verdict = self.await_answer(operation, question, limit_secs, stream)
+        if verdict in (GO, GROW):
+            return verdict
+        _, epoch, _, _, bad_slot, bad_id, _, _ = self._exchange.answer()
+        self._take_quietly()
+        own = None if request is None else self._own_refusal(request, bad_slot, bad_id)
+        if own is not None:
+            self.leave_reason(str(own))
+        raise self._error(operation, verdict, epoch) from own
+
+    def leave_reason(self, text: str) -> None:
+        """Tells the others why this rank refused the call that was answered last."""
+        self._memory.leave_text(self._reason_name(self._exchange.answer()[1]), text)
+        self._take_quietly()
+
+    def needs(self, word: int) -> list[int]:
+        """What each rank announced in a word of its header in the call that was answered last."""
+        self._take_quietly()
+        return [words[word] for words in self._headers()]
+
+    def take(self) -> list[str]:
+        """Sentences for calls without a host wait; a time limit is raised."""
+        if not self._exchange.has_fault():
+            return []
+        sentences = []
+        for name, values in self._exchange.take_faults():
+            if name == "timeout":
+                self._raise_timeout(OPERATIONS[values[5]] if 0 <= values[5] < len(OPERATIONS) else "a call")
+            elif name == "refused":
+                sentences.append(str(self._error("a call", values[0], values[1])))
+            elif name == "overflow":
+                sentences.append(
+                    f"dispatch received {values[0]} rows on EP rank {self._memory.rank}, max_rows is {values[1]}; its "
+                    f"outputs are NaN. Give max_rows of at least {values[0]}, or leave it out."
+                )
+            else:
+                sentences.append(
+                    f"topk_idx holds the id {values[1]} in slot {values[0]} of all T * K; an id must lie in [-1, E). "
+                    "It counted as -1. Check the router that made it."
+                )
+        return sentences
+
+    @property
+    def _own(self) -> int:
+        return self._memory.ranks[self._memory.rank]
+
+    def _own_refusal(self, request: DispatchRequest, bad_slot: int, bad_id: int) -> Exception | None:
+        if self._headers()[self._memory.rank][_STATUS_WORD] != ERRORS.index(ValueError) or bad_slot < 0:
+            return None
+        token, slot = divmod(bad_slot, request.topk_idx.shape[1])
+        num_experts = request.placement.num_experts
+        return ValueError(
+            f"topk_idx[{token}, {slot}] is {bad_id}; an id must lie in [-1, {num_experts}) "
+            f"(num_experts = {num_experts}, -1 = no expert). Check the router that made it."
+        )
+
+    def _headers(self) -> list[tuple[int, ...]]:
+        raw = self._exchange.headers(len(self._memory.ranks))
+        return [_HEADER.unpack_from(raw, rank * _HEADER.size) for rank in range(len(self._memory.ranks))]
+
+    def _error(self, operation: str, verdict: int, epoch: int) -> Exception:
+        words = self._headers()
+        headers = [Header.of_words(row, row[_STATUS_WORD]) for row in words]
+        operation = OPERATIONS[headers[self._memory.rank].operation] if operation == "a call" else operation
+        if verdict == DISAGREE:
+            return ConfigError(f"{operation}: {disagreement(headers)}")
+        if verdict == GROW:
+            return RuntimeError(
+                f"{operation} needs more memory than the buffer's {self._exchange.slot_bytes} bytes a slot on some "
+                "rank, and a call without a host wait cannot grow it; its outputs are NaN. Run it once without "
+                "max_rows, or give Buffer a larger num_nvl_bytes."
+            )
+        rank = next(rank for rank, header in enumerate(headers) if 0 < header.status < len(ERRORS))
+        kind = ERRORS[headers[rank].status] or RuntimeError
+        text = self._memory.texts(self._reason_name(epoch), _TEXT_SECS, rank) or "see its log"
+        return kind(f"EP rank {rank} refused {operation}: {text}")
+
+    def _reason_name(self, epoch: int) -> str:
+        return f"reason/{self._memory.generation}/{epoch}"
+
+    def _take_quietly(self) -> None:
+        """A refusal that was raised at once is not reported again."""
+        self._exchange.take_faults()
+
+    def _raise_timeout(self, operation: str) -> NoReturn:
+        values = next((values for name, values in self._exchange.take_faults() if name == "timeout"), None)
+        if values is None:
+            self._die(f"{operation} on rank {self._own} was given up, as an earlier call was.")
+        peer, phase, epoch, expected, seen = values[:5]
+        who = f"rank {self._memory.ranks[peer]}" if peer >= 0 else "this rank itself"
+        self._die(
+            f"{operation} on rank {self._own} of the EP group of ranks {list(self._memory.ranks)} failed at its limit "
+            f"of {self._memory.timeout_secs:g} s: {who} did not {_PHASES[phase]} (call {epoch} of generation "
+            f"{self._memory.generation}, flag {seen:#x} where {expected:#x} was expected). Look at its log; where all "
+            "ranks live, Buffer.reset() on every one makes the buffer usable again."
+        )
+
+    def _die(self, sentence: str) -> NoReturn:
+        self._dead = sentence
+        raise EPTimeoutError(sentence)

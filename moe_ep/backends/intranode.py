@@ -1,0 +1,480 @@
+"""The backend inside a node: kernels that publish rows in memory which the other ranks read over NVLink.
+
+csrc/intranode_*.cu do the work, docs/protocol.md has the rules. Every call is one kernel on the buffer's own stream;
+only a plan is two, with the host's wait for the row counts between them. Calls without a host wait cannot raise at
+once: they fill their outputs with NaN, and `take_faults` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep.backends.base import DispatchPlan, DispatchRequest
+from moe_ep.backends.device_faults import GO
+from moe_ep.backends.header import DTYPES, OK, OPERATIONS, Header, status_of
+from moe_ep.backends.kernel_view import kernel_view
+from moe_ep.backends.node_calls import DOES_NOT_FIT, NEED_WORD, NodeCalls
+from moe_ep.backends.plan_tensors import PlanTensors
+from moe_ep.errors import EPTimeoutError
+from moe_ep.handle import LAYOUTS, DispatchHandle
+from moe_ep.placement import ExpertPlacement, fingerprint_of
+
+# NaN in the dtype, repeated over eight bytes; what fills rows that a call gives up.
+POISON = {
+    torch.float64: 0x7FF8000000000000,
+    torch.float32: 0x7FC000007FC00000,
+    torch.bfloat16: 0x7FC07FC07FC07FC0,
+    torch.float16: 0x7E007E007E007E00,
+    torch.float8_e4m3fn: 0x7F7F7F7F7F7F7F7F,
+    torch.float8_e5m2: 0x7F7F7F7F7F7F7F7F,
+    torch.uint8: 0x7F7F7F7F7F7F7F7F,
+}
+_ALL_ONES = 0xFFFFFFFFFFFFFFFF
+
+
+class IntranodeBackend(NodeCalls):
+    """See `moe_ep.backends.base.Backend`.
+
+    Args:
+        group: the EP group, or None for a single rank. Its ranks reach each other's GPU memory
+            (`moe_ep.backends.node_memory.why_unavailable`).
+        timeout_secs: limit of every wait.
+        num_bytes: what the two slots of the segment hold at first, together.
+    """
+
+    name = "intranode"
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0) -> None:
+        super().__init__(group, timeout_secs, num_bytes)
+        self._num_plans = 0
+        self._uses_tma = torch.cuda.get_device_capability(self._device)[0] >= 9
+
+    # -- dispatch ---------------------------------------------------------------------------------------------------
+
+    def plan(self, request: DispatchRequest) -> DispatchPlan:
+        waits = request.max_rows is None
+        header = Header(
+            operation=OPERATIONS.index("dispatch"),
+            hidden=request.x.shape[1],
+            num_topk=request.topk_idx.shape[1],
+            num_experts=request.placement.num_experts,
+            dtype=DTYPES.index(request.x.dtype),
+            weights_dtype=-1 if request.topk_weights is None else DTYPES.index(request.topk_weights.dtype),
+            layout=LAYOUTS.index(request.layout),
+            alignment=request.alignment,
+            placement=request.placement.fingerprint,
+            grad_enabled=request.grad_enabled,
+            x_needs_grad=request.x_needs_grad,
+            weights_need_grad=request.weights_need_grad,
+            num_tokens=request.topk_idx.shape[0],
+        )
+        self._num_plans += 1
+        tensors = PlanTensors(self._kernels, request, self.ranks, self.rank)
+        need_bytes = tensors.published_bytes
+        while True:
+            status = OK if need_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
+            packed, num_match = self._pack(header, status, need_bytes)
+            question = next(self._questions) if waits else 0
+            inputs = (request.topk_idx, request.topk_weights, *tensors.scratch())
+            with self._launching("dispatch", *inputs) as stream:
+                self._exchange.plan_count(
+                    input=tensors.native,
+                    header=packed,
+                    num_match=num_match,
+                    question=question,
+                    num_sms=self.num_sms,
+                    stream=stream,
+                )
+                if not waits:
+                    tensors.allocate(request.max_rows, None)
+                    self._fill(tensors, packed, num_match, stream)
+            if not waits:
+                return tensors.plan(self._handle(request, tensors, None))
+            verdict = self._ask("dispatch", question, request)
+            if verdict == GO:
+                break
+            self._memory.grow(max(self._faults.needs(NEED_WORD)))
+        known = tensors.read(self._exchange)
+        try:
+            tensors.allocate(known.num_rows, known)
+        except torch.OutOfMemoryError:
+            with self._launching("dispatch") as stream:
+                self._exchange.done_only(header=packed, stream=stream)
+            raise
+        with self._launching("dispatch", *inputs) as stream:
+            self._fill(tensors, packed, num_match, stream)
+        handle = self._handle(request, tensors, known)
+        self._make_room(handle, request.x.shape[1] * request.x.element_size())
+        return tensors.plan(handle)
+
+    def _fill(self, tensors: PlanTensors, packed: bytes, num_match: int, stream: int) -> None:
+        self._exchange.plan_fill(
+            input=tensors.native,
+            header=packed,
+            num_match=num_match,
+            num_sms=self.num_sms,
+            stream=stream,
+            **tensors.fill_arguments(),
+        )
+
+    def _handle(self, request: DispatchRequest, tensors: PlanTensors, known: object) -> DispatchHandle:
+        return tensors.handle(
+            request,
+            # Ranks that make the same calls count them alike; a routing need not be read to be told from another.
+            uid=fingerprint_of(self._memory.name, self._memory.generation, self._num_plans),
+            joins=request.grad_enabled and known is None,
+        )
+
+    def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
+        """Nothing: the header travels with the rows."""
+
+    def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
+        counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64))
+        mine = torch.tensor(placement.experts_of(self.rank), dtype=torch.int64, device=self._device)
+        return [int(count) for count in counts[mine].tolist()]
+
+    def dispatch(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
+        return self._move("cached dispatch", handle, x, padding=padding)[0]
+
+    def _move(
+        self,
+        operation: str,
+        handle: DispatchHandle,
+        x: Tensor,
+        rows: Tensor | None = None,
+        weights: Tensor | None = None,
+        padding: float = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows along the handle; times `weights`, and with `rows` the weights' gradient."""
+        handle = self._view(handle)
+        given = x.shape[1]
+        x = _aligned_rows(_padded_to_16(x))
+        row_bytes = x.shape[1] * x.element_size()
+        self._make_room(handle, row_bytes, x.shape[0] * row_bytes)
+        packed, num_match = self._header(operation, handle, x.shape[1], x.dtype, None, False, x.shape[0] * row_bytes)
+        out = x.new_empty(handle.num_rows, x.shape[1])
+        grad_weights = None if rows is None or weights is None else torch.empty_like(weights)
+        with self._launching(operation, x, rows, weights, out, grad_weights, *_tensors_of(handle)) as stream:
+            self._exchange.move(
+                header=packed,
+                num_match=num_match,
+                x=x.data_ptr(),
+                x_stride_bytes=x.stride(0) * x.element_size(),
+                num_tokens=x.shape[0],
+                row_bytes=row_bytes,
+                recv_token=handle.recv_token.data_ptr(),
+                pair_row=handle.pair_row.data_ptr(),
+                num_topk=handle.num_topk,
+                num_local=self._num_local(handle),
+                expert_major=handle.layout == "expert_major",
+                geometry=handle.geometry.data_ptr(),
+                out=out.data_ptr(),
+                num_rows=handle.num_rows,
+                poison=POISON.get(x.dtype, _ALL_ONES),
+                padding=_pattern(padding, x.dtype),
+                use_tma=self._uses_tma,
+                dtype=_name(x.dtype),
+                weights=_pointer(weights),
+                rows=_pointer(rows),
+                grad_weights=_pointer(grad_weights),
+                num_sms=self.num_sms,
+                stream=stream,
+            )
+        return out[:, :given] if given != x.shape[1] else out, grad_weights
+
+    def dispatch_backward(
+        self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_x = grad_weights = None
+        if handle.x_needs_grad:
+            grad_x = self._sum_home("dispatch backward", handle, grad_rows, None, False, ())
+        if handle.weights_need_grad and grad_row_weights is not None:
+            grad_weights = self._numbers_home("dispatch backward", handle, grad_row_weights, sums=False)
+        return grad_x, grad_weights
+
+    # -- combine ----------------------------------------------------------------------------------------------------
+
+    def open_combine(
+        self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool, needs_grad: bool
+    ) -> bool:
+        """Nobody waits for the others' wishes here: all ranks join the backward where gradients are enabled."""
+        return torch.is_grad_enabled()
+
+    def combine(
+        self,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        exact: bool,
+        bias: Sequence[Tensor] = (),
+    ) -> Tensor:
+        return self._sum_home("combine", handle, rows, weights, exact, bias)
+
+    def _sum_home(
+        self,
+        operation: str,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        exact: bool,
+        bias: Sequence[Tensor],
+    ) -> Tensor:
+        handle = self._view(handle)
+        rows = _aligned_rows(rows)
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        bias = tuple(tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in bias)
+        weights = None if weights is None else weights.contiguous()
+        row_bytes = rows.shape[1] * rows.element_size()
+        num_compact = handle.num_compact_rows if handle.is_known else handle.recv_token.shape[0]
+        offsets = (0, 0)
+        if exact:
+            pair_bytes = _round_up(num_compact * handle.num_topk * 4)
+            first = _round_up(handle.num_rows * row_bytes)
+            offsets = (first, first + pair_bytes)
+            own_bytes = first + pair_bytes + handle.num_rows * 8
+        else:
+            own_bytes = self._combine_bytes(handle, row_bytes, self.rank)
+        self._make_room(handle, row_bytes, own_bytes, exact)
+        packed, num_match = self._header(
+            operation, handle, rows.shape[1], rows.dtype, weights, exact, own_bytes, offsets
+        )
+        y = rows.new_empty(handle.num_tokens, rows.shape[1])
+        with self._launching(operation, rows, weights, y, *bias, *_tensors_of(handle)) as stream:
+            self._exchange.combine(
+                header=packed,
+                num_match=num_match,
+                rows=rows.data_ptr(),
+                num_rows=handle.num_rows,
+                weights=_pointer(weights),
+                bias_0=_pointer(bias[0] if bias else None),
+                bias_1=_pointer(bias[1] if len(bias) > 1 else None),
+                num_tokens=handle.num_tokens,
+                row_bytes=row_bytes,
+                pair_row=handle.pair_row.data_ptr(),
+                token_row=handle.token_row.data_ptr(),
+                slot_rank=handle.slot_rank.data_ptr(),
+                num_topk=handle.num_topk,
+                num_local=self._num_local(handle),
+                expert_major=handle.layout == "expert_major",
+                num_compact_rows=num_compact,
+                geometry=handle.geometry.data_ptr(),
+                y=y.data_ptr(),
+                poison=POISON[rows.dtype],
+                exact=exact,
+                is_weighted=weights is not None,
+                dtype=_name(rows.dtype),
+                num_sms=self.num_sms,
+                stream=stream,
+            )
+        return y
+
+    def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
+        return self._numbers_home("combine", handle, weights, sums=True)
+
+    def _numbers_home(self, operation: str, handle: DispatchHandle, numbers: Tensor, sums: bool) -> Tensor:
+        """[S, K] or [R] numbers -> [T, K]."""
+        handle = self._view(handle)
+        numbers = numbers.contiguous()
+        expert_major = handle.layout == "expert_major"
+        num_compact = handle.pair_row.shape[0] if expert_major else numbers.shape[0]
+        own_bytes = num_compact * handle.num_topk * numbers.element_size()
+        self._make_room(handle, handle.num_topk * numbers.element_size(), own_bytes)
+        packed, num_match = self._header(operation, handle, handle.num_topk, numbers.dtype, None, False, own_bytes)
+        out = numbers.new_empty(handle.num_tokens, handle.num_topk)
+        with self._launching(operation, numbers, out, *_tensors_of(handle)) as stream:
+            self._exchange.numbers_home(
+                header=packed,
+                num_match=num_match,
+                numbers=numbers.data_ptr(),
+                pair_row=handle.pair_row.data_ptr() if expert_major else 0,
+                token_row=handle.token_row.data_ptr(),
+                slot_rank=handle.slot_rank.data_ptr(),
+                num_compact_rows=num_compact,
+                num_tokens=handle.num_tokens,
+                num_topk=handle.num_topk,
+                geometry=handle.geometry.data_ptr(),
+                sums=sums,
+                out=out.data_ptr(),
+                dtype=_name(numbers.dtype),
+                num_sms=self.num_sms,
+                stream=stream,
+            )
+        return out
+
+    def combine_backward(
+        self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = None if rows is None else _aligned_rows(rows).contiguous()
+        weights = None if weights is None else weights.contiguous()
+        return self._move("combine backward", handle, grad_y, rows, weights)
+
+    # -- the group --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        numbers = tensor.to(self._device).contiguous()
+        if numbers.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+            numbers = numbers.to(torch.int64)
+        own_bytes = numbers.numel() * numbers.element_size()
+        header = Header(
+            operation=OPERATIONS.index("all_reduce"),
+            hidden=tensor.numel(),
+            dtype=DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else len(DTYPES) + tensor.element_size(),
+        )
+        # All ranks sum tensors of one size, so all need room alike.
+        self._grow_together(header, own_bytes)
+        packed, num_match = self._pack(header, OK, own_bytes)
+        out = numbers if numbers.data_ptr() == tensor.data_ptr() else torch.empty_like(numbers)
+        with self._launching("all_reduce", numbers, out) as stream:
+            self._exchange.all_reduce(
+                header=packed,
+                num_match=num_match,
+                numbers=numbers.data_ptr(),
+                out=out.data_ptr(),
+                count=numbers.numel(),
+                dtype=_name(numbers.dtype),
+                num_sms=self.num_sms,
+                stream=stream,
+            )
+        return tensor if out.data_ptr() == tensor.data_ptr() else tensor.copy_(out.view(tensor.shape))
+
+    def refuse(self, operation: str, error: Exception) -> NoReturn:
+        if isinstance(error, EPTimeoutError) or self._closed:
+            raise error
+        header = Header(operation=OPERATIONS.index(operation))
+        packed, num_match = self._pack(header, status_of(error), 0)
+        question = next(self._questions)
+        with self._launching(operation) as stream:
+            self._exchange.header_only(header=packed, num_match=num_match, question=question, stream=stream)
+        self._faults.await_answer(operation, question, self._host_limit_secs, self._stream.cuda_stream)
+        self._faults.leave_reason(str(error))
+        raise error
+
+    def take_faults(self) -> list[str]:
+        return self._faults.take()
+
+    def reset(self) -> None:
+        self._stream.synchronize()
+        self._memory.reset()
+        self._faults.forget()
+        self._num_plans = 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(len(self.ranks)))
+
+    def shrink(self, note: int) -> dict[int, int]:
+        raise EPTimeoutError(
+            "the intranode backend does not go on without a rank of its node; where all live, call reset() on each."
+        )
+
+    # -- along a handle -----------------------------------------------------------------------------------------------
+
+    def _view(self, handle: DispatchHandle) -> DispatchHandle:
+        return kernel_view(handle, self._kernels, self._num_local(handle))
+
+    def _num_local(self, handle: DispatchHandle) -> int:
+        """L, read off the length of the geometry; any number will do where the view has to be made."""
+        if not handle.geometry.numel():
+            return handle.num_experts
+        return (handle.geometry.numel() - self._kernels.geometry_length(len(self.ranks), 0)) // 2
+
+    def _header(
+        self,
+        operation: str,
+        handle: DispatchHandle,
+        hidden: int,
+        dtype: torch.dtype,
+        weights: Tensor | None,
+        exact: bool,
+        own_bytes: int,
+        offsets: tuple[int, int] = (0, 0),
+    ) -> tuple[bytes, int]:
+        """The header of a call along a handle, packed."""
+        status = OK if own_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
+        header = Header(
+            operation=OPERATIONS.index(operation),
+            handle=handle.uid,
+            hidden=hidden,
+            num_topk=handle.num_topk,
+            num_experts=handle.num_experts,
+            dtype=DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES) + dtype.itemsize,
+            weights_dtype=-1 if weights is None else DTYPES.index(weights.dtype),
+            layout=LAYOUTS.index(handle.layout),
+            alignment=handle.alignment,
+            exact=exact,
+            placement=handle.placement,
+        )
+        return self._pack(header, status, own_bytes, offsets)
+
+    def _combine_bytes(self, handle: DispatchHandle, row_bytes: int, rank: int) -> int:
+        """What a combine puts into the slot of `rank`: its compact rows, without its own."""
+        if not handle.is_known:
+            return handle.recv_token.shape[0] * row_bytes
+        world = len(self.ranks)
+        return sum(handle.rank_rows[source * world + rank] for source in range(world) if source != rank) * row_bytes
+
+    def _make_room(self, handle: DispatchHandle, row_bytes: int, own_bytes: int = 0, exact: bool = False) -> None:
+        """Grows the segments where some rank of a call along `handle` needs more: all ranks work out the same need."""
+        if not handle.is_known:
+            return
+        ranks = range(len(self.ranks))
+        need_bytes = max(self._combine_bytes(handle, row_bytes, rank) for rank in ranks)
+        need_bytes = max(need_bytes, max(handle.rank_tokens) * row_bytes)
+        if exact:  # no rank has more pairs than slots in the tokens it receives
+            world = len(self.ranks)
+            compact = max(sum(handle.rank_rows[source * world + rank] for source in ranks) for rank in ranks)
+            num_rows = compact * handle.num_topk + handle.num_experts * handle.alignment
+            need_bytes = max(need_bytes, num_rows * (row_bytes + 12) + 1024)
+        if need_bytes > self._exchange.slot_bytes:
+            self._grow_together(
+                Header(operation=OPERATIONS.index("combine"), hidden=row_bytes, handle=handle.uid), need_bytes
+            )
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _round_up(num_bytes: int) -> int:
+    return (num_bytes + 255) // 256 * 256
+
+
+def _tensors_of(handle: DispatchHandle) -> tuple[Tensor, ...]:
+    return handle.recv_token, handle.pair_row, handle.token_row, handle.slot_rank, handle.geometry
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """The rows such that each is contiguous and begins at a multiple of 16 bytes."""
+    size = x.element_size()
+    if x.shape[0] and (x.stride(1) != 1 or x.stride(0) * size % 16 or x.data_ptr() % 16):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _padded_to_16(x: Tensor) -> Tensor:
+    """Rows with columns of zeros behind them, where one is no multiple of 16 bytes (scales of FP8 rows, say)."""
+    missing = -x.shape[1] * x.element_size() % 16 // x.element_size()
+    if not missing:
+        return x
+    bits = x.contiguous().view(_SAME_SIZE[x.element_size()])
+    return torch.nn.functional.pad(bits, (0, missing)).view(x.dtype)
+
+
+def _pattern(value: float, dtype: torch.dtype) -> int:
+    """A padding value, repeated over eight bytes."""
+    if value == 0:
+        return 0
+    raw = bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
+    return int.from_bytes(raw * (8 // len(raw)), "little")

@@ -1,0 +1,127 @@
+"""What every call inside a node needs around its kernel: a header, room, its place among streams, and a verdict."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep._native import require
+from moe_ep.backends.base import DispatchRequest
+from moe_ep.backends.device_faults import GROW, DeviceFaults
+from moe_ep.backends.header import OK, OPERATIONS, Header
+from moe_ep.backends.node_memory import NodeMemory
+
+START_BYTES = 16 << 20  # of a slot, where the caller asks for less
+DOES_NOT_FIT = 100  # status of a rank; csrc/exchange.h
+NEED_WORD = 25  # of a header: bytes that this rank puts into its slot
+_HOST_SLACK_SECS = 30.0  # over the device's own limit, for kernels that queue before ours
+
+
+class NodeCalls:
+    """One rank's memory, stream and faults; launches go through `_launching`.
+
+    Args:
+        group: the EP group, or None for a single rank.
+        timeout_secs: limit of every wait.
+        num_bytes: what the two slots of the segment hold at first, together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int) -> None:
+        self._kernels = require()
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._memory = NodeMemory(group, timeout_secs, max(START_BYTES, num_bytes // 2))
+        self.ranks, self.rank = self._memory.ranks, self._memory.rank
+        self.num_sms = 20
+        self.joins_stream = True
+        self._exchange = self._memory.exchange
+        self._faults = DeviceFaults(self._memory)
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._before, self._after = _event(), _event()
+        self._kept: deque[tuple[torch.cuda.Event, tuple[Tensor | None, ...]]] = deque()
+        self._questions = itertools.count(1)
+        self._closed = False
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of the kernels."""
+        return self._stream
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # Peers may still read what this rank published last.
+        self._exchange.drain(header=self._pack(Header(), OK, 0)[0], stream=self._stream.cuda_stream)
+        self._stream.synchronize()
+        self._kept.clear()
+        self._memory.close()
+
+    @property
+    def _host_limit_secs(self) -> float:
+        return self._memory.timeout_secs + _HOST_SLACK_SECS
+
+    def _pack(
+        self, header: Header, status: int, need_bytes: int, offsets: tuple[int, int] = (0, 0)
+    ) -> tuple[bytes, int]:
+        words = header.match_words()
+        num_match = len(words)
+        words += [0] * (NEED_WORD - num_match)
+        words += [need_bytes, *offsets, status, header.x_needs_grad, header.weights_need_grad, header.num_tokens]
+        return struct.pack("32q", *words), num_match
+
+    def _grow_together(self, header: Header, need_bytes: int) -> None:
+        if need_bytes <= self._exchange.slot_bytes:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the call needs {need_bytes} bytes a slot and the buffer has {self._exchange.slot_bytes}; memory "
+                "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
+                f"num_nvl_bytes of at least {2 * need_bytes}."
+            )
+        packed, num_match = self._pack(header, DOES_NOT_FIT, need_bytes)
+        question = next(self._questions)
+        operation = OPERATIONS[header.operation]
+        with self._launching(operation) as stream:
+            self._exchange.header_only(header=packed, num_match=num_match, question=question, stream=stream)
+        if self._ask(operation, question, None) == GROW:
+            self._memory.grow(max(self._faults.needs(NEED_WORD)))
+
+    def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> int:
+        """Waits for the verdict of a call; GO or GROW, everything else raises."""
+        return self._faults.verdict(operation, question, self._host_limit_secs, self._stream.cuda_stream, request)
+
+    @contextmanager
+    def _launching(self, operation: str, *tensors: Tensor | None) -> Iterator[int]:
+        """Orders the buffer's stream behind the current one, and the current one behind it unless told not to."""
+        if self._closed:
+            raise RuntimeError(f"{operation} was not started: the buffer is closed. Close it after the last backward.")
+        self._faults.raise_if_dead(operation)
+        current = torch.cuda.current_stream(self._device)
+        self._before.record(current)
+        self._stream.wait_event(self._before)
+        yield self._stream.cuda_stream
+        if self.joins_stream:
+            self._after.record(self._stream)
+            current.wait_event(self._after)
+        else:
+            self._keep(tensors)
+
+    def _keep(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Holds what a call reads and writes until it has ended, since no stream waits for it yet."""
+        if not torch.cuda.is_current_stream_capturing():
+            while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+                self._kept.popleft()
+        event = _event()
+        event.record(self._stream)
+        self._kept.append((event, tensors))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

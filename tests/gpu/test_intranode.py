@@ -1,0 +1,57 @@
+"""The kernels inside a node: the conformance suite of the portable backend, on ranks that share the GPUs there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.conformance import check_routing
+from tests.ranks import Pools
+from tests.routing import ROUTINGS, TOKEN_COUNTS
+
+pytestmark = pytest.mark.gpu
+WORLDS = (1, 2, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pools]:
+    pools = Pools(on_cuda=True)
+    yield pools
+    pools.close()
+
+
+def _every_routing(
+    group: dist.ProcessGroup, layout: str, dtype: torch.dtype, alignment: int, idx: torch.dtype, exact: bool
+) -> int:
+    num_checks = 0
+    for routing, tokens in itertools.product(ROUTINGS, TOKEN_COUNTS):
+        check_routing(group, "intranode", layout, dtype, routing, tokens, alignment, idx, exact, device="cuda")
+        num_checks += 1
+    return num_checks
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_rows_sums_and_gradients_are_those_of_the_loops(
+    ranks: Pools, layout: str, dtype: torch.dtype, world: int
+) -> None:
+    args = (layout, dtype, 4, torch.int64, False)
+    assert ranks.run(_every_routing, world, *args, timeout_secs=200) == [len(ROUTINGS) * len(TOKEN_COUNTS)] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_int32_ids_without_padding(ranks: Pools, world: int) -> None:
+    args = ("expert_major", torch.bfloat16, 1, torch.int32, False)
+    assert ranks.run(_every_routing, world, *args, timeout_secs=200) == [len(ROUTINGS) * len(TOKEN_COUNTS)] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_exact_combine_adds_the_slots_in_order(ranks: Pools, world: int) -> None:
+    args = ("expert_major", torch.bfloat16, 4, torch.int64, True)
+    assert ranks.run(_every_routing, world, *args, timeout_secs=200) == [len(ROUTINGS) * len(TOKEN_COUNTS)] * world
