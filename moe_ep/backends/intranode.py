@@ -18,7 +18,7 @@ from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.device_faults import GO
 from moe_ep.backends.header import DTYPES, OK, OPERATIONS, Header, status_of
 from moe_ep.backends.kernel_view import kernel_view
-from moe_ep.backends.node_calls import DOES_NOT_FIT, NEED_WORD, NodeCalls
+from moe_ep.backends.node_calls import DOES_NOT_FIT, NodeCalls
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
@@ -51,7 +51,6 @@ class IntranodeBackend(NodeCalls):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0) -> None:
         super().__init__(group, timeout_secs, num_bytes)
-        self._num_plans = 0
         self._uses_tma = torch.cuda.get_device_capability(self._device)[0] >= 9
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
@@ -73,15 +72,13 @@ class IntranodeBackend(NodeCalls):
             weights_need_grad=request.weights_need_grad,
             num_tokens=request.topk_idx.shape[0],
         )
-        self._num_plans += 1
         tensors = PlanTensors(self._kernels, request, self.ranks, self.rank)
         need_bytes = tensors.published_bytes
         while True:
             status = OK if need_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
             packed, num_match = self._pack(header, status, need_bytes)
             question = next(self._questions) if waits else 0
-            inputs = (request.topk_idx, request.topk_weights, *tensors.scratch())
-            with self._launching("dispatch", *inputs) as stream:
+            with self._launching("dispatch", tensors) as stream:
                 self._exchange.plan_count(
                     input=tensors.native,
                     header=packed,
@@ -98,7 +95,7 @@ class IntranodeBackend(NodeCalls):
             verdict = self._ask("dispatch", question, request)
             if verdict == GO:
                 break
-            self._memory.grow(max(self._faults.needs(NEED_WORD)))
+            self._grow()
         known = tensors.read(self._exchange)
         try:
             tensors.allocate(known.num_rows, known)
@@ -106,7 +103,7 @@ class IntranodeBackend(NodeCalls):
             with self._launching("dispatch") as stream:
                 self._exchange.done_only(header=packed, stream=stream)
             raise
-        with self._launching("dispatch", *inputs) as stream:
+        with self._launching("dispatch", tensors) as stream:
             self._fill(tensors, packed, num_match, stream)
         handle = self._handle(request, tensors, known)
         self._make_room(handle, request.x.shape[1] * request.x.element_size())
@@ -126,7 +123,7 @@ class IntranodeBackend(NodeCalls):
         return tensors.handle(
             request,
             # Ranks that make the same calls count them alike; a routing need not be read to be told from another.
-            uid=fingerprint_of(self._memory.name, self._memory.generation, self._num_plans),
+            uid=fingerprint_of(self._memory.name, self._memory.generation, self._num_calls),
             joins=request.grad_enabled and known is None,
         )
 
@@ -135,6 +132,7 @@ class IntranodeBackend(NodeCalls):
 
     def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
         counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64))
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)  # read below, also where the call is async
         mine = torch.tensor(placement.experts_of(self.rank), dtype=torch.int64, device=self._device)
         return [int(count) for count in counts[mine].tolist()]
 
@@ -156,7 +154,7 @@ class IntranodeBackend(NodeCalls):
         x = _aligned_rows(_padded_to_16(x))
         row_bytes = x.shape[1] * x.element_size()
         self._make_room(handle, row_bytes, x.shape[0] * row_bytes)
-        packed, num_match = self._header(operation, handle, x.shape[1], x.dtype, None, False, x.shape[0] * row_bytes)
+        packed, num_match = self._header(operation, handle, given, x.dtype, None, False, x.shape[0] * row_bytes)
         out = x.new_empty(handle.num_rows, x.shape[1])
         grad_weights = None if rows is None or weights is None else torch.empty_like(weights)
         with self._launching(operation, x, rows, weights, out, grad_weights, *_tensors_of(handle)) as stream:
@@ -225,9 +223,9 @@ class IntranodeBackend(NodeCalls):
         bias: Sequence[Tensor],
     ) -> Tensor:
         handle = self._view(handle)
-        rows = _aligned_rows(rows)
-        rows = rows if rows.is_contiguous() else rows.contiguous()
-        bias = tuple(tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in bias)
+        given = rows.shape[1]
+        rows = _aligned_rows(_padded_to_16(rows)).contiguous()
+        bias = tuple(_aligned_rows(_padded_to_16(tensor)).contiguous() for tensor in bias)
         weights = None if weights is None else weights.contiguous()
         row_bytes = rows.shape[1] * rows.element_size()
         num_compact = handle.num_compact_rows if handle.is_known else handle.recv_token.shape[0]
@@ -240,9 +238,7 @@ class IntranodeBackend(NodeCalls):
         else:
             own_bytes = self._combine_bytes(handle, row_bytes, self.rank)
         self._make_room(handle, row_bytes, own_bytes, exact)
-        packed, num_match = self._header(
-            operation, handle, rows.shape[1], rows.dtype, weights, exact, own_bytes, offsets
-        )
+        packed, num_match = self._header(operation, handle, given, rows.dtype, weights, exact, own_bytes, offsets)
         y = rows.new_empty(handle.num_tokens, rows.shape[1])
         with self._launching(operation, rows, weights, y, *bias, *_tensors_of(handle)) as stream:
             self._exchange.combine(
@@ -271,7 +267,7 @@ class IntranodeBackend(NodeCalls):
                 num_sms=self.num_sms,
                 stream=stream,
             )
-        return y
+        return y[:, :given] if given != y.shape[1] else y
 
     def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
         return self._numbers_home("combine", handle, weights, sums=True)
@@ -309,7 +305,7 @@ class IntranodeBackend(NodeCalls):
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = None if rows is None else _aligned_rows(rows).contiguous()
+        rows = None if rows is None else _aligned_rows(_padded_to_16(rows)).contiguous()
         weights = None if weights is None else weights.contiguous()
         return self._move("combine backward", handle, grad_y, rows, weights)
 
@@ -361,7 +357,7 @@ class IntranodeBackend(NodeCalls):
         self._stream.synchronize()
         self._memory.reset()
         self._faults.forget()
-        self._num_plans = 0
+        self._num_calls = 0
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -55,7 +55,9 @@ def _geometry(handle: DispatchHandle, kernels: ExchangeKernels, num_local: int) 
         chunk_rows.append(first + torch.searchsorted(tokens, starts))
         first += tokens.numel()
     counts, offsets = _experts(handle, num_local)
-    head = [handle.num_compact_rows, handle.num_rows, int(handle.overflowed), 0]
+    # Compact rows behind the last received one are padding, which the kernels fill from here on.
+    num_rows = handle.num_compact_rows if handle.layout == "compact" else handle.num_rows
+    head = [handle.num_compact_rows, num_rows, int(handle.overflowed), 0]
     head += [*handle.rank_tokens, *handle.rank_rows]
     numbers = torch.tensor(head, device=device)
     return torch.cat([numbers, *chunk_rows, offsets, counts]).int()

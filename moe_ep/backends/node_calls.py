@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe_ep._native import require
 from moe_ep.backends.base import DispatchRequest
@@ -44,7 +43,10 @@ class NodeCalls:
         self._faults = DeviceFaults(self._memory)
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._before, self._after = _event(), _event()
-        self._kept: deque[tuple[torch.cuda.Event, tuple[Tensor | None, ...]]] = deque()
+        self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
+        self._kept_for_graphs: list[tuple[object, ...]] = []
+        self._is_in_graph = False  # some CUDA graph holds addresses of the segments
+        self._num_calls = 0  # of a generation or more; ranks count alike, since a call that one refuses is one on all
         self._questions = itertools.count(1)
         self._closed = False
 
@@ -61,6 +63,7 @@ class NodeCalls:
         self._exchange.drain(header=self._pack(Header(), OK, 0)[0], stream=self._stream.cuda_stream)
         self._stream.synchronize()
         self._kept.clear()
+        self._kept_for_graphs.clear()
         self._memory.close()
 
     @property
@@ -70,6 +73,8 @@ class NodeCalls:
     def _pack(
         self, header: Header, status: int, need_bytes: int, offsets: tuple[int, int] = (0, 0)
     ) -> tuple[bytes, int]:
+        """The header of a call, and how many of its words must be alike on all ranks. Once a call."""
+        self._num_calls += 1
         words = header.match_words()
         num_match = len(words)
         words += [0] * (NEED_WORD - num_match)
@@ -91,18 +96,30 @@ class NodeCalls:
         with self._launching(operation) as stream:
             self._exchange.header_only(header=packed, num_match=num_match, question=question, stream=stream)
         if self._ask(operation, question, None) == GROW:
-            self._memory.grow(max(self._faults.needs(NEED_WORD)))
+            self._grow()
+
+    def _grow(self) -> None:
+        """Makes room for the call that was answered last. Collective."""
+        need_bytes = max(self._faults.needs(NEED_WORD))
+        if self._is_in_graph:
+            raise RuntimeError(
+                f"the call needs {need_bytes} bytes a slot on some rank and the buffer has {self._exchange.slot_bytes}; "
+                "its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest call "
+                f"before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
+            )
+        self._memory.grow(need_bytes)
 
     def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> int:
         """Waits for the verdict of a call; GO or GROW, everything else raises."""
         return self._faults.verdict(operation, question, self._host_limit_secs, self._stream.cuda_stream, request)
 
     @contextmanager
-    def _launching(self, operation: str, *tensors: Tensor | None) -> Iterator[int]:
+    def _launching(self, operation: str, *tensors: object) -> Iterator[int]:
         """Orders the buffer's stream behind the current one, and the current one behind it unless told not to."""
         if self._closed:
             raise RuntimeError(f"{operation} was not started: the buffer is closed. Close it after the last backward.")
         self._faults.raise_if_dead(operation)
+        self._is_in_graph |= torch.cuda.is_current_stream_capturing()
         current = torch.cuda.current_stream(self._device)
         self._before.record(current)
         self._stream.wait_event(self._before)
@@ -113,11 +130,13 @@ class NodeCalls:
         else:
             self._keep(tensors)
 
-    def _keep(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def _keep(self, tensors: tuple[object, ...]) -> None:
         """Holds what a call reads and writes until it has ended, since no stream waits for it yet."""
-        if not torch.cuda.is_current_stream_capturing():
-            while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
-                self._kept.popleft()
+        if torch.cuda.is_current_stream_capturing():  # an event of a capture cannot be asked; the graph has no end
+            self._kept_for_graphs.append(tensors)
+            return
+        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+            self._kept.popleft()
         event = _event()
         event.record(self._stream)
         self._kept.append((event, tensors))

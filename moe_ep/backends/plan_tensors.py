@@ -27,7 +27,7 @@ class Known:
 
 
 class PlanTensors:
-    """Scratch and outputs of one plan; csrc/intranode_plan.h names them."""
+    """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all."""
 
     def __init__(self, kernels: ExchangeKernels, request: DispatchRequest, ranks: tuple[int, ...], rank: int) -> None:
         self._request, self._ranks, self._rank = request, ranks, rank
@@ -99,10 +99,6 @@ class PlanTensors:
     def _sent(self, known: Known) -> tuple[int, ...]:
         world = len(self._ranks)
         return known.rank_rows[self._rank * world : (self._rank + 1) * world]
-
-    def scratch(self) -> tuple[Tensor, ...]:
-        """What the kernels read and write beside the caller's tensors and those of the handle."""
-        return self._chunk_counts, self._owner, self._local, self._expert_counts, self._expert_offsets
 
     def fill_arguments(self) -> dict[str, int]:
         """Arguments of plan_fill."""
