@@ -66,7 +66,7 @@ class DeviceFaults:
         own = None if request is None else self._own_refusal(request, bad_slot, bad_id)
         if own is not None:
             self.leave_reason(str(own))
-        raise self._error(operation, verdict, epoch) from own
+        raise self._error(operation, verdict, epoch, own) from own
 
     def leave_reason(self, text: str) -> None:
         """Tells the others why this rank refused the call that was answered last."""
@@ -118,7 +118,8 @@ class DeviceFaults:
         raw = self._exchange.headers(len(self._memory.ranks))
         return [_HEADER.unpack_from(raw, rank * _HEADER.size) for rank in range(len(self._memory.ranks))]
 
-    def _error(self, operation: str, verdict: int, epoch: int) -> Exception:
+    def _error(self, operation: str, verdict: int, epoch: int, own: Exception | None = None) -> Exception:
+        """`own`: why this rank refused the call, if it did."""
         words = self._headers()
         headers = [Header.of_words(row, row[_STATUS_WORD]) for row in words]
         operation = OPERATIONS[headers[self._memory.rank].operation] if operation == "a call" else operation
@@ -132,6 +133,8 @@ class DeviceFaults:
             )
         rank = next(rank for rank, header in enumerate(headers) if 0 < header.status < len(ERRORS))
         kind = ERRORS[headers[rank].status] or RuntimeError
+        if own is not None and rank == self._memory.rank:
+            return kind(f"EP rank {rank} refused {operation}: {own}")
         text = self._memory.texts(self._reason_name(epoch), _TEXT_SECS, rank) or "see its log"
         return kind(f"EP rank {rank} refused {operation}: {text}")
 

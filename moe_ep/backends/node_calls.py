@@ -103,9 +103,9 @@ class NodeCalls:
         need_bytes = max(self._faults.needs(NEED_WORD))
         if self._is_in_graph:
             raise RuntimeError(
-                f"the call needs {need_bytes} bytes a slot on some rank and the buffer has {self._exchange.slot_bytes}; "
-                "its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest call "
-                f"before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
+                f"the call needs {need_bytes} bytes a slot on some rank, the buffer has {self._exchange.slot_bytes}, "
+                "and its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest "
+                f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
             )
         self._memory.grow(need_bytes)
 
