@@ -56,6 +56,7 @@ class IntranodeBackend(NodeCalls):
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
+        self._check_device("dispatch", request.x)
         waits = request.max_rows is None
         header = Header(
             operation=OPERATIONS.index("dispatch"),
@@ -128,7 +129,8 @@ class IntranodeBackend(NodeCalls):
         )
 
     def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
-        """Nothing: the header travels with the rows."""
+        """No exchange: the header travels with the rows."""
+        self._check_device("dispatch", x)
 
     def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
         counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64))
@@ -201,6 +203,7 @@ class IntranodeBackend(NodeCalls):
         self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool, needs_grad: bool
     ) -> bool:
         """Nobody waits for the others' wishes here: all ranks join the backward where gradients are enabled."""
+        self._check_device("combine", rows)
         return torch.is_grad_enabled()
 
     def combine(
@@ -367,6 +370,14 @@ class IntranodeBackend(NodeCalls):
         raise EPTimeoutError(
             "the intranode backend does not go on without a rank of its node; where all live, call reset() on each."
         )
+
+    def _check_device(self, operation: str, rows: Tensor) -> None:
+        if rows.device != self._device:
+            error = ValueError(
+                f"the rows are on {rows.device}, but this buffer's kernels run on {self._device}; move them there, or "
+                "use backend='torch'."
+            )
+            self.refuse(operation, error)
 
     # -- along a handle -----------------------------------------------------------------------------------------------
 
