@@ -68,6 +68,14 @@ class DeviceFaults:
             self.leave_reason(str(own))
         raise self._error(operation, verdict, epoch, own) from own
 
+    def refused(self, operation: str, error: Exception) -> NoReturn:
+        """Raises this rank's own refusal, which the device has answered, as the other ranks raise it."""
+        epoch = self._exchange.answer()[1]
+        self.leave_reason(str(error))
+        if len(self._memory.ranks) == 1:
+            raise error
+        raise self._error(operation, REFUSE, epoch, error) from error
+
     def leave_reason(self, text: str) -> None:
         """Tells the others why this rank refused the call that was answered last."""
         self._memory.leave_text(self._reason_name(self._exchange.answer()[1]), text)
