@@ -350,8 +350,7 @@ class IntranodeBackend(NodeCalls):
         with self._launching(operation) as stream:
             self._exchange.header_only(header=packed, num_match=num_match, question=question, stream=stream)
         self._faults.await_answer(operation, question, self._host_limit_secs, self._stream.cuda_stream)
-        self._faults.leave_reason(str(error))
-        raise error
+        self._faults.refused(operation, error)
 
     def take_faults(self) -> list[str]:
         return self._faults.take()
