@@ -199,7 +199,7 @@ __device__ void sum_up(const Call& call, const PlanInput& in, const Turn& turn, 
     geometry[Geometry::kCompactRows] = totals.num_compact_rows;
     geometry[Geometry::kRows] = totals.num_rows;
     geometry[Geometry::kOverflowed] = overflows;
-    geometry[3] = 0;
+    geometry[Geometry::kNoPlan] = 0;
     if (overflows && load_acquire(&world.record->overflow.valid) == 0) {
       world.record->overflow.values[0] = totals.num_rows;
       world.record->overflow.values[1] = in.max_rows;
@@ -367,10 +367,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
     return;
   }
-  // No plan: calls that follow it without a host wait read "overflowed" and give NaN.
+  // Calls that follow it without a host wait give NaN.
   const int length = Geometry::length(world.size, in.num_local);
   for (int i = threadIdx.x; i < length; i += kPlanThreads) {
-    in.geometry[i] = i == Geometry::kOverflowed;
+    in.geometry[i] = i == Geometry::kOverflowed || i == Geometry::kNoPlan;
   }
   for (int i = threadIdx.x; i <= in.num_local; i += kPlanThreads) {
     in.expert_offsets[i] = 0;

@@ -87,12 +87,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int portion = ticket % kPortions;
     if (ticket < kPortions) {
       T* staging = reinterpret_cast<T*>(slot_of(world, world.rank, turn));
-      const int64_t count = min64(in.num_compact_rows, in.geometry[Geometry::kCompactRows]) * num_topk;
+      // Of an overflow every row that the slot holds is NaN; the peers know that those behind it are.
+      const int64_t num_held = world.slot_bytes / (num_topk * static_cast<int64_t>(sizeof(T)));
+      const int64_t count =
+          min64(overflowed ? num_held : in.num_compact_rows, in.geometry[Geometry::kCompactRows]) * num_topk;
       for (int64_t i = count * portion / kPortions + threadIdx.x; i < count * (portion + 1) / kPortions;
            i += kThreads) {
+        if (overflowed) {
+          staging[i] = T(__int_as_float(0x7FC00000));
+          continue;
+        }
         const int64_t at = in.pair_row == nullptr ? i : in.pair_row[i];
-        T value = at < 0 ? T(0.0f) : static_cast<const T*>(in.numbers)[at];
-        staging[i] = overflowed ? T(__int_as_float(0x7FC00000)) : value;
+        staging[i] = at < 0 ? T(0.0f) : static_cast<const T*>(in.numbers)[at];
       }
       post_portion(world, turn, portion);
       continue;
@@ -105,7 +111,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int64_t token = i / num_topk;
       const auto from = [&](int rank) {
         const volatile T* staging = reinterpret_cast<const volatile T*>(slot_of(world, rank, turn));
-        return staging[static_cast<int64_t>(in.token_row[token * world.size + rank]) * num_topk + i % num_topk];
+        const int64_t row = in.token_row[token * world.size + rank];
+        if ((row + 1) * num_topk * static_cast<int64_t>(sizeof(T)) > world.slot_bytes) {
+          return T(__int_as_float(0x7FC00000));
+        }
+        return T(staging[row * num_topk + i % num_topk]);
       };
       T total = 0;
       if (in.sums) {
@@ -123,7 +133,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   const Output output = {in.out, in.num_tokens * num_topk * static_cast<int64_t>(sizeof(T)), not_a_number<T>()};
-  end_call(call, turn, verdict, &output, 1);
+  if (is_last_block(world.state)) {
+    if (verdict == kGo && in.geometry[Geometry::kNoPlan] != 0) {
+      fill_output(output);
+    }
+    close_call(call, turn, verdict, &output, 1, false);
+  }
 }
 
 template <typename T>
