@@ -115,7 +115,7 @@ struct Output {
 
 // Places in the int32 geometry of a handle, as it lies on the device.
 struct Geometry {
-  static constexpr int kCompactRows = 0, kRows = 1, kOverflowed = 2, kTokens = 4;
+  static constexpr int kCompactRows = 0, kRows = 1, kOverflowed = 2, kNoPlan = 3, kTokens = 4;
   static __host__ __device__ int rank_rows(int size) { return kTokens + size; }
   // Compact row at which chunk c of source s begins: [W, kMaxChunks + 1].
   static __host__ __device__ int chunk_rows(int size) { return rank_rows(size) + size * size; }
