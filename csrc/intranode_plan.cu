@@ -250,6 +250,8 @@ __device__ int64_t status_of(const Call& call, const PlanInput& in) {
   if (load_acquire(&record->bad_idx.valid) == 0) {
     record->bad_idx.values[0] = static_cast<int64_t>(bad);
     record->bad_idx.values[1] = id;
+    record->bad_idx.values[2] = in.num_topk;
+    record->bad_idx.values[3] = in.num_experts;
     store_release(&record->bad_idx.valid, 1);
   }
   return kFine;

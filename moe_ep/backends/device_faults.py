@@ -8,6 +8,7 @@ from typing import NoReturn
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.header import ERRORS, OPERATIONS, Header, disagreement
 from moe_ep.backends.node_memory import NodeMemory
+from moe_ep.backends.plan import bad_id_sentence
 from moe_ep.errors import ConfigError, EPTimeoutError
 
 GO, REFUSE, DISAGREE, GROW, FAILED = range(5)
@@ -102,10 +103,8 @@ class DeviceFaults:
                     f"outputs are NaN. Give max_rows of at least {values[0]}, or leave it out."
                 )
             else:
-                sentences.append(
-                    f"topk_idx holds the id {values[1]} in slot {values[0]} of all T * K; an id must lie in [-1, E). "
-                    "It counted as -1. Check the router that made it."
-                )
+                flat, value, num_topk, num_experts = values[:4]
+                sentences.append(bad_id_sentence(*divmod(flat, num_topk), value, num_experts))
         return sentences
 
     @property
@@ -115,12 +114,8 @@ class DeviceFaults:
     def _own_refusal(self, request: DispatchRequest, bad_slot: int, bad_id: int) -> Exception | None:
         if self._headers()[self._memory.rank][_STATUS_WORD] != ERRORS.index(ValueError) or bad_slot < 0:
             return None
-        token, slot = divmod(bad_slot, request.topk_idx.shape[1])
-        num_experts = request.placement.num_experts
-        return ValueError(
-            f"topk_idx[{token}, {slot}] is {bad_id}; an id must lie in [-1, {num_experts}) "
-            f"(num_experts = {num_experts}, -1 = no expert). Check the router that made it."
-        )
+        place = divmod(bad_slot, request.topk_idx.shape[1])
+        return ValueError(bad_id_sentence(*place, bad_id, request.placement.num_experts))
 
     def _headers(self) -> list[tuple[int, ...]]:
         raw = self._exchange.headers(len(self._memory.ranks))

@@ -13,17 +13,21 @@ from moe_ep.handle import DispatchHandle
 from moe_ep.layout import expert_layout, find_bad_id
 
 
+def bad_id_sentence(token: int, slot: int, value: int, num_experts: int) -> str:
+    """What every backend says of an id that is none."""
+    return (
+        f"topk_idx[{token}, {slot}] is {value}; an id must lie in [-1, {num_experts}) "
+        f"(num_experts = {num_experts}, -1 = no expert). Check the router that made it."
+    )
+
+
 def checked_ids(request: DispatchRequest, faults: list[str]) -> tuple[Tensor, Exception | None]:
     """The ids, with the bad ones turned to -1, and the error to raise for them; with `max_rows` it goes to `faults`."""
     ids, num_experts = request.topk_idx, request.placement.num_experts
     bad = find_bad_id(ids, num_experts)
     if bad is None:
         return ids, None
-    token, slot, value = bad
-    sentence = (
-        f"topk_idx[{token}, {slot}] is {value}; an id must lie in [-1, {num_experts}) "
-        f"(num_experts = {num_experts}, -1 = no expert). Check the router that made it."
-    )
+    sentence = bad_id_sentence(*bad, num_experts)
     ids = ids.masked_fill((ids < -1) | (ids >= num_experts), -1)
     if request.max_rows is None:
         return ids, ValueError(sentence)
