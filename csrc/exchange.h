@@ -83,7 +83,7 @@ struct HostRecord {
   Fault timeout;                             // peer, phase, epoch, expected, seen, operation
   Fault refused;                             // verdict, epoch; `headers` are its
   Fault overflow;                            // rows received, max_rows
-  Fault bad_idx;                             // slot, id
+  Fault bad_idx;                             // slot, id, K, E
   int32_t expert_counts[kMaxHostCounts];     // of a plan whose host waits
 };
 
