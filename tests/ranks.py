@@ -6,7 +6,9 @@ its time limit, or kills a rank, costs its pool: the next test gets a new one.
 
 from __future__ import annotations
 
+import copy
 import datetime
+import io
 import multiprocessing
 import os
 import pickle
@@ -35,6 +37,21 @@ class RankFailure(AssertionError):
     """A rank raised; the text holds every failed rank's traceback."""
 
 
+class _Results(pickle.Pickler):
+    """Tensors of a GPU arrive on the CPU: ranks on different GPUs can be compared, and the test needs no GPU itself."""
+
+    def reducer_override(self, thing: object) -> Any:
+        if isinstance(thing, torch.Tensor) and thing.is_cuda:
+            return copy.copy, (thing.detach().cpu(),)
+        return NotImplemented
+
+
+def _pickled(result: object) -> bytes:
+    target = io.BytesIO()
+    _Results(target).dump(result)
+    return target.getvalue()
+
+
 def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_cuda: bool) -> None:
     torch.set_num_threads(1)
     if on_cuda:
@@ -57,7 +74,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_c
             result, error = function(groups[world], *args), None
         except BaseException:  # the pool must survive whatever a test does, and report it
             result, error = None, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps((result, error)))
+        pipe.send_bytes(_pickled((result, error)))
 
 
 class Pool:

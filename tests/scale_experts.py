@@ -48,6 +48,10 @@ class Setup:
     weights_need_grad: bool = True
     scale_needs_grad: bool = True
 
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "intranode" else "cpu"
+
 
 def setups(*worlds: int, layouts: Sequence[str] = LAYOUTS) -> pytest.MarkDecorator:
     """Parametrises a test by `setup`: every backend, layout and number of ranks."""
@@ -170,13 +174,13 @@ def share(case: Case, group: dist.ProcessGroup, setup: Setup) -> Share:
     experts = case.experts_of(rank, world)
 
     def leaf(values: Tensor, needs_grad: bool) -> Tensor:
-        return values.clone().requires_grad_(needs_grad)
+        return values.to(setup.device, copy=True).requires_grad_(needs_grad)
 
     return Share(
         x=leaf(case.x[own], setup.x_needs_grad),
-        idx=case.idx[own].clone(),
+        idx=case.idx[own].to(setup.device, copy=True),
         weights=leaf(case.weights[own], setup.weights_need_grad),
-        dy=None if case.dy is None else case.dy[own],
+        dy=None if case.dy is None else case.dy[own].to(setup.device),
         scale=leaf(case.scale[experts], setup.scale_needs_grad),
         bias=None if case.bias is None else leaf(case.bias[experts], setup.scale_needs_grad),
         num_experts=case.num_experts,
@@ -307,7 +311,7 @@ def assert_values(actual: Tensor | None, expected: Any, rtol: float = 1e-6) -> N
     wanted = torch.as_tensor(expected, dtype=torch.float64)
     if wanted.dim() < actual.dim():
         wanted = wanted.unsqueeze(-1).expand(actual.shape)
-    torch.testing.assert_close(actual.double(), wanted, rtol=rtol, atol=0.0)
+    torch.testing.assert_close(actual.double().cpu(), wanted, rtol=rtol, atol=0.0)
 
 
 def dense_values(case: Case) -> dict[str, Tensor]:
@@ -350,6 +354,12 @@ def assert_works(buffer: moe_ep.Buffer, group: dist.ProcessGroup, setup: Setup) 
     assert_values(y.detach(), values["y"][mine], rtol=1e-5)
     assert_values(own.x.grad, values["dx"][mine], rtol=1e-5)
     assert_values(own.weights.grad, values["dw"][mine], rtol=1e-5)
+
+
+def settle(setup: Setup) -> None:
+    """Until calls without a host wait have ended, so that `check` sees their faults."""
+    if setup.device == "cuda":
+        torch.cuda.synchronize()
 
 
 def leave_nans_behind() -> None:

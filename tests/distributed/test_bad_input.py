@@ -69,9 +69,15 @@ def good_dispatch() -> dict[str, Any]:
     }
 
 
+def placed(arguments: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The arguments with their tensors where the backend works."""
+    device = Setup(backend, "expert_major", 1).device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
 def dispatch_badly(group: dist.ProcessGroup, backend: str, changes: dict[str, Any], bad_rank: int) -> Seen:
     with open_buffer(group, backend) as buffer:
-        arguments = {**good_dispatch(), **(changes if buffer.rank == bad_rank else {})}
+        arguments = placed({**good_dispatch(), **(changes if buffer.rank == bad_rank else {})}, backend)
         seen = caught(lambda: moe_ep.dispatch(buffer, **arguments))
         assert_works(buffer, group, Setup(backend, "expert_major", buffer.group_size))
         return seen

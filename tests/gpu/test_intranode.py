@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +15,6 @@ from tests.routing import ROUTINGS, TOKEN_COUNTS
 pytestmark = pytest.mark.gpu
 WORLDS = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    pools = Pools(on_cuda=True)
-    yield pools
-    pools.close()
 
 
 def _every_routing(

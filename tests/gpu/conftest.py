@@ -1,0 +1,25 @@
+"""Ranks on the GPUs at hand for all tests of this folder; without a GPU those marked gpu are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ranks import Pools
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and PyTorch finds none"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """Runs a module-level function on W gloo ranks that share the GPUs: `ranks.run(function, world, *args)`."""
+    pools = Pools(on_cuda=True)
+    yield pools
+    pools.close()
