@@ -79,6 +79,8 @@ class IntranodeBackend(NodeCalls):
             status = OK if need_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
             packed, num_match = self._pack(header, status, need_bytes)
             question = next(self._questions) if waits else 0
+            if not waits:  # before the streams part: PyTorch may fill what is empty (case T01)
+                tensors.allocate(request.max_rows, None)
             with self._launching("dispatch", tensors) as stream:
                 self._exchange.plan_count(
                     input=tensors.native,
@@ -89,7 +91,6 @@ class IntranodeBackend(NodeCalls):
                     stream=stream,
                 )
                 if not waits:
-                    tensors.allocate(request.max_rows, None)
                     self._fill(tensors, packed, num_match, stream)
             if not waits:
                 return tensors.plan(self._handle(request, tensors, None))
