@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "binding.h"
@@ -113,40 +114,49 @@ void plan_fill(const Exchange& exchange, const PlanInput& input, const std::stri
   launch_plan_fill(call_of(exchange, header, num_match, 0), input, output, num_sms, stream_from(stream));
 }
 
-void move(const Exchange& exchange, const std::string& header, int num_match, uintptr_t x, int64_t x_stride_bytes,
-          int64_t num_tokens, int64_t row_bytes, uintptr_t recv_token, uintptr_t pair_row, int num_topk, int num_local,
-          bool expert_major, uintptr_t geometry, uintptr_t out, int64_t num_rows, uint64_t poison, uint64_t padding,
-          bool use_tma, const std::string& dtype, uintptr_t weights, uintptr_t rows, uintptr_t grad_weights,
-          int num_sms, uintptr_t stream) {
+// One kind of rows: (x, stride_bytes, row_bytes, out, poison, padding).
+using PyRows = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, uint64_t, uint64_t>;
+
+void move(const Exchange& exchange, const std::string& header, int num_match, const std::vector<PyRows>& rows,
+          int64_t num_tokens, uintptr_t recv_token, uintptr_t pair_row, int num_topk, int num_local, bool expert_major,
+          uintptr_t geometry, int64_t num_rows, bool is_registered, bool use_tma, const std::string& dtype,
+          uintptr_t weights, uintptr_t made_rows, uintptr_t grad_weights, int num_sms, uintptr_t stream) {
   const Call call = call_of(exchange, header, num_match, 0);
-  const MoveInput input = {pointer_from<const char>(x),
-                           x_stride_bytes,
-                           num_tokens,
-                           row_bytes,
-                           pointer_from<const int32_t>(recv_token),
-                           pointer_from<const int32_t>(pair_row),
-                           num_topk,
-                           num_local,
-                           expert_major,
-                           pointer_from<const int32_t>(geometry),
-                           pointer_from<char>(out),
-                           num_rows,
-                           poison,
-                           padding};
+  MoveInput input;
+  for (size_t kind = 0; kind < kRowKinds; ++kind) {
+    const PyRows kind_rows = kind < rows.size() ? rows[kind] : PyRows{};
+    input.rows[kind] = {
+        pointer_from<const char>(std::get<0>(kind_rows)), std::get<1>(kind_rows), std::get<2>(kind_rows),
+        pointer_from<char>(std::get<3>(kind_rows)),       std::get<4>(kind_rows), std::get<5>(kind_rows)};
+  }
+  input.num_tokens = num_tokens;
+  input.recv_token = pointer_from<const int32_t>(recv_token);
+  input.pair_row = pointer_from<const int32_t>(pair_row);
+  input.num_topk = num_topk;
+  input.num_local = num_local;
+  input.expert_major = expert_major;
+  input.geometry = pointer_from<const int32_t>(geometry);
+  input.num_rows = num_rows;
+  input.is_registered = is_registered;
   if (weights == 0) {
     launch_move(call, input, use_tma, num_sms, stream_from(stream));
     return;
   }
-  const MoveWeights with = {pointer_from<const void>(weights), pointer_from<const char>(rows),
+  const MoveWeights with = {pointer_from<const void>(weights), pointer_from<const char>(made_rows),
                             pointer_from<void>(grad_weights)};
-  launch_move_weighted(call, input, with, row_kind(dtype), num_sms, stream_from(stream));
+  if (use_tma && num_topk < 32) {
+    launch_move_weighted_bulk(call, input, with, row_kind(dtype), num_sms, stream_from(stream));
+  } else {
+    launch_move_weighted(call, input, with, row_kind(dtype), num_sms, stream_from(stream));
+  }
 }
 
 void combine(const Exchange& exchange, const std::string& header, int num_match, uintptr_t rows, int64_t num_rows,
              uintptr_t weights, uintptr_t bias_0, uintptr_t bias_1, int64_t num_tokens, int64_t row_bytes,
              uintptr_t pair_row, uintptr_t token_row, uintptr_t slot_rank, int num_topk, int num_local,
              bool expert_major, int64_t num_compact_rows, uintptr_t geometry, uintptr_t y, uint64_t poison, bool exact,
-             bool is_weighted, const std::string& dtype, int num_sms, uintptr_t stream) {
+             bool is_weighted, bool is_registered, bool use_tma, const std::string& dtype, int num_sms,
+             uintptr_t stream) {
   const Call call = call_of(exchange, header, num_match, 0);
   const CombineInput input = {pointer_from<const char>(rows),
                               pointer_from<const void>(weights),
@@ -159,11 +169,14 @@ void combine(const Exchange& exchange, const std::string& header, int num_match,
                               num_local,
                               expert_major,
                               pointer_from<const int32_t>(geometry),
+                              is_registered,
                               pointer_from<char>(y),
                               poison};
   if (exact) {
     launch_combine_exact(call, {input, pointer_from<const int64_t>(slot_rank), num_rows, is_weighted, num_compact_rows},
                          row_kind(dtype), num_sms, stream_from(stream));
+  } else if (use_tma && num_topk + exchange.size() <= 32) {
+    launch_combine_bulk(call, input, row_kind(dtype), num_sms, stream_from(stream));
   } else {
     launch_combine(call, input, row_kind(dtype), num_sms, stream_from(stream));
   }
@@ -294,6 +307,9 @@ void bind_intranode(py::module_& module) {
       .def("export_segment", [](const Exchange& self) { return py::bytes(self.export_segment()); })
       .def("open_control", &Exchange::open_control, py::arg("peer"), py::arg("exported"))
       .def("open_segment", &Exchange::open_segment, py::arg("peer"), py::arg("exported"))
+      .def("allocate_block", &Exchange::allocate_block, py::arg("num_bytes"))
+      .def("export_block", [](const Exchange& self) { return py::bytes(self.export_block()); })
+      .def("open_block", &Exchange::open_block, py::arg("peer"), py::arg("exported"))
       .def("close_segments", &Exchange::close_segments)
       .def("allocate_segment", &Exchange::allocate_segment, py::arg("slot_bytes"))
       .def_property_readonly("slot_bytes", &Exchange::slot_bytes)
@@ -315,18 +331,17 @@ void bind_intranode(py::module_& module) {
            py::arg("capacity"), py::arg("num_rows"), py::arg("row_idx"), py::arg("row_weights"), py::arg("recv_token"),
            py::arg("pair_row"), py::arg("row_pair"), py::arg("token_row"), py::arg("slot_rank"), py::arg("send_token"),
            py::arg("num_sms"), py::arg("stream"))
-      .def("move", &move, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("x"),
-           py::arg("x_stride_bytes"), py::arg("num_tokens"), py::arg("row_bytes"), py::arg("recv_token"),
-           py::arg("pair_row"), py::arg("num_topk"), py::arg("num_local"), py::arg("expert_major"), py::arg("geometry"),
-           py::arg("out"), py::arg("num_rows"), py::arg("poison"), py::arg("padding"), py::arg("use_tma"),
-           py::arg("dtype"), py::arg("weights"), py::arg("rows"), py::arg("grad_weights"), py::arg("num_sms"),
-           py::arg("stream"))
+      .def("move", &move, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("rows"),
+           py::arg("num_tokens"), py::arg("recv_token"), py::arg("pair_row"), py::arg("num_topk"), py::arg("num_local"),
+           py::arg("expert_major"), py::arg("geometry"), py::arg("num_rows"), py::arg("is_registered"),
+           py::arg("use_tma"), py::arg("dtype"), py::arg("weights"), py::arg("made_rows"), py::arg("grad_weights"),
+           py::arg("num_sms"), py::arg("stream"))
       .def("combine", &combine, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("rows"),
            py::arg("num_rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("num_tokens"),
            py::arg("row_bytes"), py::arg("pair_row"), py::arg("token_row"), py::arg("slot_rank"), py::arg("num_topk"),
            py::arg("num_local"), py::arg("expert_major"), py::arg("num_compact_rows"), py::arg("geometry"),
-           py::arg("y"), py::arg("poison"), py::arg("exact"), py::arg("is_weighted"), py::arg("dtype"),
-           py::arg("num_sms"), py::arg("stream"))
+           py::arg("y"), py::arg("poison"), py::arg("exact"), py::arg("is_weighted"), py::arg("is_registered"),
+           py::arg("use_tma"), py::arg("dtype"), py::arg("num_sms"), py::arg("stream"))
       .def("numbers_home", &numbers_home, no_gil, py::kw_only(), py::arg("header"), py::arg("num_match"),
            py::arg("numbers"), py::arg("pair_row"), py::arg("token_row"), py::arg("slot_rank"),
            py::arg("num_compact_rows"), py::arg("num_tokens"), py::arg("num_topk"), py::arg("geometry"),

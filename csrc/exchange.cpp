@@ -60,6 +60,14 @@ Exchange::~Exchange() {
       cudaIpcCloseMemHandle(world_.control[peer]);
     }
   }
+  for (int block = 0; block < num_blocks_; ++block) {
+    for (int peer = 0; peer < world_.size; ++peer) {
+      if (peer != world_.rank && world_.blocks[block][peer] != nullptr) {
+        cudaIpcCloseMemHandle(world_.blocks[block][peer]);
+      }
+    }
+    cudaFree(world_.blocks[block][world_.rank]);
+  }
   cudaFree(world_.segment[world_.rank]);
   cudaFree(world_.control[world_.rank]);
   cudaFreeHost(record_);
@@ -94,6 +102,22 @@ void Exchange::allocate_segment(int64_t slot_bytes) {
   check_cuda(cudaMalloc(reinterpret_cast<void**>(&world_.segment[world_.rank]), 2 * slot_bytes),
              "intranode: memory for the segment");
   world_.slot_bytes = slot_bytes;
+}
+
+uintptr_t Exchange::allocate_block(int64_t num_bytes) {
+  MOE_EP_CHECK(num_blocks_ < kMaxBlocks, "the buffer holds ", kMaxBlocks,
+               " tensors that peers read in place, which is the limit: use those again.");
+  char*& block = world_.blocks[num_blocks_][world_.rank];
+  check_cuda(cudaMalloc(reinterpret_cast<void**>(&block), whole_pages(num_bytes < 1 ? 1 : num_bytes)),
+             "intranode: memory that peers read in place");
+  ++num_blocks_;
+  return reinterpret_cast<uintptr_t>(block);
+}
+
+std::string Exchange::export_block() const { return export_memory(world_.blocks[num_blocks_ - 1][world_.rank]); }
+
+void Exchange::open_block(int peer, const std::string& exported) {
+  world_.blocks[num_blocks_ - 1][peer] = static_cast<char*>(open_memory(exported));
 }
 
 void Exchange::begin_generation(uint32_t generation) {

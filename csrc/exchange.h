@@ -10,16 +10,20 @@ namespace moe_ep {
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopk = 64;
+constexpr int kMaxBlocks = 8;
 
 // The tokens of a source are cut into chunks, a chunk into parts; a flag says that a part can be read. A source's T
 // alone decides where the cuts lie, so every rank computes the same ones.
 constexpr int kMaxChunks = 64;
-constexpr int kParts = 4;
+constexpr int kMoveParts = 4;
+constexpr int kCombineParts = 8;  // more workers share a combine
 constexpr int kMinChunkTokens = 32;
-constexpr int kNumFlags = kMaxChunks * kParts;
+constexpr int kNumFlags = kMaxChunks * kCombineParts;
 
 // A header: words that must be alike on all ranks (as many as the call says), then each rank's own.
 constexpr int kHeaderWords = 32;
+constexpr int kRegisteredWord = 20;   // number of the block that rows lie in for peers to read, 0 for none; then offset
+                                      // and stride of rows and of scales, bytes
 constexpr int kFirstOffsetWord = 26;  // in this rank's slot, bytes
 constexpr int kSecondOffsetWord = 27;
 constexpr int kStatusWord = 28;
@@ -97,6 +101,7 @@ struct World {
   HostRecord* record;  // as the device sees it
   Control* control[kMaxRanks];
   char* segment[kMaxRanks];
+  char* blocks[kMaxBlocks][kMaxRanks];  // memory that callers write into and peers read
 };
 
 struct Call {
@@ -126,7 +131,7 @@ struct Geometry {
 
 inline __host__ __device__ int64_t chunk_tokens(int64_t num_tokens) {
   const int64_t even = (num_tokens + kMaxChunks - 1) / kMaxChunks;
-  return even <= kMinChunkTokens ? kMinChunkTokens : (even + kParts - 1) / kParts * kParts;
+  return even <= kMinChunkTokens ? kMinChunkTokens : (even + kCombineParts - 1) / kCombineParts * kCombineParts;
 }
 
 inline __host__ __device__ int num_chunks(int64_t num_tokens) {

@@ -31,6 +31,13 @@ class Exchange {
   void allocate_segment(int64_t slot_bytes);
   int64_t slot_bytes() const { return world_.slot_bytes; }
 
+  // Memory that callers write into and peers read: at most kMaxBlocks blocks, for as long as the exchange lives.
+  uintptr_t allocate_block(int64_t num_bytes);  // the address of the newest
+  std::string export_block() const;             // of the newest
+  void open_block(int peer, const std::string& exported);
+
+  int size() const { return world_.size; }
+
   // Epoch 0 of a generation, faults forgotten. No kernel of this exchange may be running.
   void begin_generation(uint32_t generation);
 
@@ -47,6 +54,7 @@ class Exchange {
   uint64_t answered() const;
 
   World world_;
+  int num_blocks_ = 0;
   HostRecord* record_ = nullptr;
 };
 

@@ -17,13 +17,17 @@ struct CombineInput {
   int num_local;
   bool expert_major;
   const int32_t* geometry;
-  char* y;  // [T, row_bytes]
+  bool is_registered;  // compact only: peers read `rows` where they lie; the header says where
+  char* y;             // [T, row_bytes]
   uint64_t poison;
 };
 
 // Every rank adds up, in slot order, the rows of each token that it holds (rounded once), and the token's rank adds
 // those in rank order. What goes to the peers lies in staging: the rows of the compact order, without the own ones.
+// `launch_combine_bulk` takes the path of sm_90 and later, for at most 32 terms a row (K + W); the other one runs
+// everywhere.
 void launch_combine(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream);
+void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream);
 
 // Every row comes home unreduced and is added in slot order, so that the number of ranks cannot show. expert_major
 // only. Staging holds R rows, then pair_row and the weights, at the offsets that the header names.

@@ -6,6 +6,21 @@
 namespace moe_ep {
 namespace {
 
+// By every block, last thing.
+__device__ void end_move(const Call& call, const MoveInput& in, const Turn& turn, uint32_t verdict) {
+  if (!is_last_block(call.world.state)) {
+    return;
+  }
+  if (verdict == kGo && in.geometry[Geometry::kOverflowed] != 0) {
+    fill_outputs(in);
+  }
+  Output outputs[kRowKinds];
+  for (int kind = 0; kind < kRowKinds; ++kind) {
+    outputs[kind] = {in.rows[kind].out, in.num_rows * in.rows[kind].row_bytes, in.rows[kind].poison};
+  }
+  close_call(call, turn, verdict, outputs, kRowKinds, in.is_registered);
+}
+
 // -- rows through registers: every GPU
 
 constexpr int kCopyThreads = 512;
@@ -19,43 +34,42 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
     const int most = most_chunks(in.geometry, world.size);
     const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
     for (;;) {
-      const Work work = work_of(world, in, warp_ticket(world.state), most);
-      if (work.kind == Work::kEnd) {
+      const MoveWork work = move_work(world, in, warp_ticket(world.state), most);
+      if (work.kind == MoveWork::kEnd) {
         break;
       }
-      if (work.kind == Work::kPublish) {
-        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
-        char* staging = slot_of(world, world.rank, turn);
-        for (int64_t token = span.first; token < span.first + span.count; ++token) {
-          copy_row(in.x + token * in.x_stride_bytes, staging, in.row_bytes,
-                   lane_idx() == 0 ? static_cast<int>(token) : -1, -1);
+      if (work.kind == MoveWork::kPublish) {
+        const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+        for (int kind = 0; kind < kRowKinds && !in.is_registered; ++kind) {
+          const Rows& rows = in.rows[kind];
+          char* staging = const_cast<char*>(staging_place(world, in, turn, world.rank, kind).rows);
+          for (int64_t token = span.first; token < span.first + span.count; ++token) {
+            copy_row(rows.x + token * rows.stride_bytes, staging, rows.row_bytes,
+                     lane_idx() == 0 ? static_cast<int>(token) : -1, -1);
+          }
         }
         __threadfence_system();
         post_chunk(world, turn, work);
-      } else if (work.kind == Work::kPull && !overflowed) {
+      } else if (work.kind == MoveWork::kPull && !overflowed) {
         const Span span = rows_of(world, in, work);
         if (span.count == 0 || !chunk_arrived(world, turn, work)) {
           continue;
         }
-        int64_t stride;
-        const char* source = source_rows(world, in, turn, work.source, &stride);
-        for (int64_t row = span.first; row < span.first + span.count; ++row) {
-          const Places places = places_of(in, row);
-          copy_row(source + in.recv_token[row] * stride, in.out, in.row_bytes, places.mine, places.mine_too);
+        for (int kind = 0; kind < kRowKinds; ++kind) {
+          const Rows& rows = in.rows[kind];
+          const Place source = source_place(world, in, turn, work.source, kind);
+          for (int64_t row = span.first; row < span.first + span.count && rows.row_bytes > 0; ++row) {
+            const Places places = places_of(in, row);
+            copy_row(source.rows + in.recv_token[row] * source.stride_bytes, rows.out, rows.row_bytes, places.mine,
+                     places.mine_too);
+          }
         }
-      } else if (work.kind == Work::kPad || work.kind == Work::kTail) {
+      } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
         pad_rows(in, padding_of(world, in, work), lane_idx(), 32);
       }
     }
   }
-  const bool poisoned = verdict != kGo || in.geometry[Geometry::kOverflowed] != 0;
-  const Output output = {in.out, in.num_rows * in.row_bytes, in.poison};
-  if (is_last_block(world.state)) {
-    if (verdict == kGo && poisoned) {
-      fill_output(output);
-    }
-    close_call(call, turn, verdict, &output, 1, false);
-  }
+  end_move(call, in, turn, verdict);
 }
 
 // -- rows through shared memory by the copy engine: sm_90 and later
@@ -68,16 +82,23 @@ constexpr int kMaxPieceBytes = 16384;
 constexpr int kRingBytes = 220 * 1024;
 
 struct Pieces {
-  int count;       // of a row
-  int num_bytes;   // of a piece; the last one may be shorter
+  int count;      // of a row; the scales, where there are any, are one more
+  int num_bytes;  // of a piece; the last one may be shorter
+  int total;      // of what travels with a token
+  int stage_bytes;
   int num_stages;  // of a ring
 };
 
-Pieces pieces_of(int64_t row_bytes) {
+Pieces pieces_of(const MoveInput& in) {
+  const int64_t row_bytes = in.rows[0].row_bytes, scale_bytes = in.rows[1].row_bytes;
   Pieces pieces;
   pieces.count = static_cast<int>((row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes);
   pieces.num_bytes = static_cast<int>((row_bytes / 16 + pieces.count - 1) / pieces.count * 16);
-  pieces.num_stages = std::min(kMaxStages, kRingBytes / kWorkers / ((pieces.num_bytes + 127) / 128 * 128));
+  pieces.total = pieces.count + (scale_bytes > 0 ? 1 : 0);
+  MOE_EP_CHECK(scale_bytes <= kMaxPieceBytes, "a row of scales has ", scale_bytes, " bytes, the limit is ",
+               kMaxPieceBytes, ".");
+  pieces.stage_bytes = (std::max(pieces.num_bytes, static_cast<int>(scale_bytes)) + 127) / 128 * 128;
+  pieces.num_stages = std::min(kMaxStages, kRingBytes / kWorkers / pieces.stage_bytes);
   return pieces;
 }
 
@@ -94,45 +115,69 @@ struct Ring {
   __device__ uint32_t parity(uint32_t load) const { return load / num_stages % 2; }
 };
 
-// By a whole warp: moves `count` rows. Lane i knows the source row of row i (`token`), all lanes learn the places of a
-// row from `places(i)`. At most 32 rows.
-template <typename PlacesOf>
-__device__ void move_rows(Ring& ring, const Pieces& pieces, int64_t row_bytes, const char* source, int64_t stride,
-                          char* out, int token, int count, PlacesOf places) {
-  const int lane = lane_idx(), num_jobs = count * pieces.count, ahead = ring.num_stages - 1;
+// What lies where for a run of rows: one entry a kind of rows.
+struct Route {
+  Place from[kRowKinds];
+  char* to[kRowKinds];
+};
+
+struct Part {
+  int kind;
+  int64_t offset;
+  uint32_t num_bytes;
+};
+
+__device__ Part part_at(const MoveInput& in, const Pieces& pieces, int piece) {
+  if (piece == pieces.count) {
+    return {1, 0, static_cast<uint32_t>(in.rows[1].row_bytes)};
+  }
+  const int64_t offset = static_cast<int64_t>(piece) * pieces.num_bytes;
+  return {0, offset, static_cast<uint32_t>(min64(pieces.num_bytes, in.rows[0].row_bytes - offset))};
+}
+
+// By a whole warp: moves `count` rows, at most 32. Lane i knows the source row of row i (`token`); all lanes learn the
+// places of a row from `places(i)`. kPending stores may still read their stages while later ones are loaded.
+template <int kPending, typename PlacesOf>
+__device__ void move_rows(Ring& ring, const MoveInput& in, const Pieces& pieces, const Route& route, int token,
+                          int count, PlacesOf places) {
+  const int lane = lane_idx(), num_jobs = count * pieces.total, ahead = ring.num_stages - kPending;
   const uint32_t base = ring.num_loads;
   const auto load = [&](int job) {
-    const int row = job / pieces.count, piece = job % pieces.count;
-    const int64_t at = __shfl_sync(kFullWarp, token, row);
+    const int64_t at = __shfl_sync(kFullWarp, token, job / pieces.total);
     if (lane == 0) {
-      const int64_t offset = static_cast<int64_t>(piece) * pieces.num_bytes;
+      const Part part = part_at(in, pieces, job % pieces.total);
+      const Place& from = route.from[part.kind];
       const int stage = ring.stage(base + job);
-      load_bulk(ring.stages + stage * ring.stage_bytes, source + at * stride + offset,
-                static_cast<uint32_t>(min64(pieces.num_bytes, row_bytes - offset)), ring.barriers + stage);
+      load_bulk(ring.stages + stage * ring.stage_bytes, from.rows + at * from.stride_bytes + part.offset,
+                part.num_bytes, ring.barriers + stage);
     }
   };
   for (int job = 0; job < min(num_jobs, ahead); ++job) {
     load(job);
   }
   Places next = places(0);
+  Places now = next;
   for (int job = 0; job < num_jobs; ++job) {
-    const int piece = job % pieces.count;
-    const Places now = next;
-    if (piece == pieces.count - 1 && job + 1 < num_jobs) {
-      next = places((job + 1) / pieces.count);
+    const int piece = job % pieces.total;
+    if (piece == 0) {
+      now = next;
+      if (job + pieces.total < num_jobs) {
+        next = places(job / pieces.total + 1);
+      }
     }
     const int stage = ring.stage(base + job);
     wait_barrier(ring.barriers + stage, ring.parity(base + job));
-    const int64_t offset = static_cast<int64_t>(piece) * pieces.num_bytes;
-    const uint32_t num_bytes = static_cast<uint32_t>(min64(pieces.num_bytes, row_bytes - offset));
+    const Part part = part_at(in, pieces, piece);
+    const int64_t row_bytes = in.rows[part.kind].row_bytes;
+    char* to = route.to[part.kind] + part.offset;
     if (now.mine >= 0) {
-      store_bulk(out + now.mine * row_bytes + offset, ring.stages + stage * ring.stage_bytes, num_bytes);
+      store_bulk(to + now.mine * row_bytes, ring.stages + stage * ring.stage_bytes, part.num_bytes);
     }
     if (now.mine_too >= 0) {
-      store_bulk(out + now.mine_too * row_bytes + offset, ring.stages + stage * ring.stage_bytes, num_bytes);
+      store_bulk(to + now.mine_too * row_bytes, ring.stages + stage * ring.stage_bytes, part.num_bytes);
     }
     commit_stores();
-    wait_stores_read<1>();  // the stage of the job before is free in every lane
+    wait_stores_read<kPending>();  // the stage of kPending jobs ago is free in every lane
     __syncwarp();
     if (job + ahead < num_jobs) {
       load(job + ahead);
@@ -150,66 +195,66 @@ __global__ void __launch_bounds__(kWorkers * 32, 1)
   const World& world = call.world;
   const Turn turn = turn_of(world);
   const int lane = lane_idx();
-  Ring ring;
-  ring.stage_bytes = (pieces.num_bytes + 127) / 128 * 128;
-  ring.num_stages = pieces.num_stages;
-  ring.stages = shared + static_cast<int64_t>(warp_idx()) * ring.num_stages * ring.stage_bytes;
-  ring.barriers = barriers[warp_idx()];
-  ring.num_loads = 0;
+  Ring ring = {shared + static_cast<int64_t>(warp_idx()) * pieces.num_stages * pieces.stage_bytes, barriers[warp_idx()],
+               pieces.stage_bytes, pieces.num_stages, 0};
   if (lane < kMaxStages) {
     init_barrier(&ring.barriers[lane]);
   }
   fence_copy_engine();
   __syncwarp();
   const uint32_t verdict = open_call(call, turn);
-  if (verdict == kGo) {
-    const int most = most_chunks(in.geometry, world.size);
-    const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
-    for (;;) {
-      const Work work = work_of(world, in, warp_ticket(world.state), most);
-      if (work.kind == Work::kEnd) {
-        break;
-      }
-      if (work.kind == Work::kPublish) {
-        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
-        char* staging = slot_of(world, world.rank, turn);
-        for (int64_t first = span.first; first < span.first + span.count; first += 32) {
-          const int count = static_cast<int>(min64(32, span.first + span.count - first));
-          move_rows(ring, pieces, in.row_bytes, in.x, in.x_stride_bytes, staging, static_cast<int>(first) + lane, count,
-                    [&](int row) { return Places{lane == 0 ? static_cast<int>(first) + row : -1, -1}; });
-        }
-        wait_stores();
-        fence_copy_engine();
-        __threadfence_system();
-        post_chunk(world, turn, work);
-      } else if (work.kind == Work::kPull && !overflowed) {
-        const Span span = rows_of(world, in, work);
-        if (span.count == 0 || !chunk_arrived(world, turn, work)) {
-          continue;
-        }
-        fence_copy_engine();
-        int64_t stride;
-        const char* source = source_rows(world, in, turn, work.source, &stride);
-        for (int64_t first = span.first; first < span.first + span.count; first += 32) {
-          const int count = static_cast<int>(min64(32, span.first + span.count - first));
-          const int token = lane < count ? in.recv_token[first + lane] : 0;
-          move_rows(ring, pieces, in.row_bytes, source, stride, in.out, token, count,
-                    [&](int row) { return places_of(in, first + row); });
-        }
-      } else if (work.kind == Work::kPad || work.kind == Work::kTail) {
-        pad_rows(in, padding_of(world, in, work), lane, 32);
-      }
+  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
+  const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
+  const auto move = [&](const Route& route, int token, int count, auto places) {
+    if (ring.num_stages >= 6) {
+      move_rows<3>(ring, in, pieces, route, token, count, places);
+    } else {
+      move_rows<1>(ring, in, pieces, route, token, count, places);
     }
-    wait_stores();
-    fence_copy_engine();
-  }
-  const Output output = {in.out, in.num_rows * in.row_bytes, in.poison};
-  if (is_last_block(world.state)) {
-    if (verdict == kGo && in.geometry[Geometry::kOverflowed] != 0) {
-      fill_output(output);
+  };
+  while (verdict == kGo) {
+    const MoveWork work = move_work(world, in, warp_ticket(world.state), most);
+    if (work.kind == MoveWork::kEnd) {
+      break;
     }
-    close_call(call, turn, verdict, &output, 1, false);
+    Route route;
+    if (work.kind == MoveWork::kPublish && !in.is_registered) {
+      const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+      for (int kind = 0; kind < kRowKinds; ++kind) {
+        route.from[kind] = {in.rows[kind].x, in.rows[kind].stride_bytes};
+        route.to[kind] = const_cast<char*>(staging_place(world, in, turn, world.rank, kind).rows);
+      }
+      for (int64_t first = span.first; first < span.first + span.count; first += 32) {
+        const int count = static_cast<int>(min64(32, span.first + span.count - first));
+        move(route, static_cast<int>(first) + lane, count,
+             [&](int row) { return Places{lane == 0 ? static_cast<int>(first) + row : -1, -1}; });
+      }
+      wait_stores();
+      fence_copy_engine();
+      __threadfence_system();
+      post_chunk(world, turn, work);
+    } else if (work.kind == MoveWork::kPull && !overflowed) {
+      const Span span = rows_of(world, in, work);
+      if (span.count == 0 || !chunk_arrived(world, turn, work)) {
+        continue;
+      }
+      fence_copy_engine();
+      for (int kind = 0; kind < kRowKinds; ++kind) {
+        route.from[kind] = source_place(world, in, turn, work.source, kind);
+        route.to[kind] = in.rows[kind].out;
+      }
+      for (int64_t first = span.first; first < span.first + span.count; first += 32) {
+        const int count = static_cast<int>(min64(32, span.first + span.count - first));
+        const int token = lane < count ? in.recv_token[first + lane] : 0;
+        move(route, token, count, [&](int row) { return places_of(in, first + row); });
+      }
+    } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
+      pad_rows(in, padding_of(world, in, work), lane, 32);
+    }
   }
+  wait_stores();
+  fence_copy_engine();
+  end_move(call, in, turn, verdict);
 }
 
 #else
@@ -226,8 +271,8 @@ void launch_move(const Call& call, const MoveInput& input, bool use_tma, int num
     check_cuda(cudaGetLastError(), "dispatch: the launch");
     return;
   }
-  const Pieces pieces = pieces_of(input.row_bytes);
-  const int num_bytes = kWorkers * pieces.num_stages * ((pieces.num_bytes + 127) / 128 * 128);
+  const Pieces pieces = pieces_of(input);
+  const int num_bytes = kWorkers * pieces.num_stages * pieces.stage_bytes;
   check_cuda(cudaFuncSetAttribute(moe_ep_move_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes),
              "dispatch: the shared memory of the rings");
   moe_ep_move_bulk<<<num_sms, kWorkers * 32, num_bytes, stream>>>(call, input, pieces);

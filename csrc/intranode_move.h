@@ -4,24 +4,33 @@
 #include <string>
 
 #include "exchange.h"
+#include "row_kind.h"
 
 namespace moe_ep {
 
-struct MoveInput {
+// What travels with a token: its row, and where it has them its scales.
+struct Rows {
   const char* x;  // [T, row_bytes], rows aligned to 16 bytes
-  int64_t x_stride_bytes;
+  int64_t stride_bytes;
+  int64_t row_bytes;  // a multiple of 16; 0 for no rows of this kind
+  char* out;          // [R, row_bytes]
+  uint64_t poison;    // fills rows that are given up, repeated
+  uint64_t padding;   // fills padding rows, repeated
+};
+
+constexpr int kRowKinds = 2;
+
+struct MoveInput {
+  Rows rows[kRowKinds];
   int64_t num_tokens;
-  int64_t row_bytes;  // a multiple of 16
   const int32_t* recv_token;
   const int32_t* pair_row;  // expert_major only
   int num_topk;
   int num_local;
   bool expert_major;
   const int32_t* geometry;
-  char* out;  // [R, row_bytes]
   int64_t num_rows;
-  uint64_t poison;   // fills rows that are given up, repeated
-  uint64_t padding;  // fills padding rows, repeated
+  bool is_registered;  // peers read `rows` where they lie; the header says where
 };
 
 // What a weighted move does besides: out = x * weights, and grad_weights = <x, rows> where both are given.
@@ -31,11 +40,12 @@ struct MoveWeights {
   void* grad_weights;   // [R], or null
 };
 
-enum class RowKind { kBFloat16, kFloat16, kFloat32, kFloat64 };
-
-// `use_tma` takes the path of sm_90 and later; the other one runs everywhere.
+// `use_tma`, and `bulk`, take the path of sm_90 and later; the others run everywhere. The weighted one there takes at
+// most 31 slots a token.
 void launch_move(const Call& call, const MoveInput& input, bool use_tma, int num_sms, cudaStream_t stream);
 void launch_move_weighted(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                           int num_sms, cudaStream_t stream);
+void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
+                               int num_sms, cudaStream_t stream);
 
 }  // namespace moe_ep

@@ -26,12 +26,12 @@ __device__ void move_row_weighted(const MoveInput& in, const MoveWeights& w, con
   using Wide = typename Math::Wide;
   const int thread = threadIdx.x % kTeamThreads;
   const int32_t* pairs = in.pair_row + compact * in.num_topk;
-  for (int64_t begin = 0; begin < in.row_bytes; begin += kBlockBytes) {
+  for (int64_t begin = 0; begin < in.rows[0].row_bytes; begin += kBlockBytes) {
     uint4 values[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int64_t at = begin + (i * kTeamThreads + thread) * 16;
-      if (at < in.row_bytes) {
+      if (at < in.rows[0].row_bytes) {
         values[i] = load_16(source + at);
       }
     }
@@ -45,11 +45,11 @@ __device__ void move_row_weighted(const MoveInput& in, const MoveWeights& w, con
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int64_t at = begin + (i * kTeamThreads + thread) * 16;
-        if (at < in.row_bytes) {
+        if (at < in.rows[0].row_bytes) {
           if (w.rows != nullptr) {
-            dot += Math::dot(values[i], load_16(w.rows + row * in.row_bytes + at));
+            dot += Math::dot(values[i], load_16(w.rows + row * in.rows[0].row_bytes + at));
           }
-          store_16(in.out + row * in.row_bytes + at, Math::scale(values[i], weight));
+          store_16(in.rows[0].out + row * in.rows[0].row_bytes + at, Math::scale(values[i], weight));
         }
       }
       if (w.rows == nullptr) {
@@ -93,15 +93,15 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
         tickets[team] = atomicAdd(&world.state->next_ticket, 1u);
       }
       team_sync(team);
-      const Work work = work_of(world, in, tickets[team], most);
-      if (work.kind == Work::kEnd) {
+      const MoveWork work = move_work(world, in, tickets[team], most);
+      if (work.kind == MoveWork::kEnd) {
         break;
       }
-      if (work.kind == Work::kPublish) {
-        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
+      if (work.kind == MoveWork::kPublish) {
+        const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
         char* staging = slot_of(world, world.rank, turn);
         for (int64_t token = span.first + warp; token < span.first + span.count; token += kTeamWarps) {
-          copy_row(in.x + token * in.x_stride_bytes, staging, in.row_bytes,
+          copy_row(in.rows[0].x + token * in.rows[0].stride_bytes, staging, in.rows[0].row_bytes,
                    lane_idx() == 0 ? static_cast<int>(token) : -1, -1);
         }
         __threadfence_system();
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
         if (warp == 0) {
           post_chunk(world, turn, work);
         }
-      } else if (work.kind == Work::kPull && !overflowed) {
+      } else if (work.kind == MoveWork::kPull && !overflowed) {
         const Span span = rows_of(world, in, work);
         if (span.count == 0) {
           continue;
@@ -124,12 +124,12 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
         if (!arrived[team]) {
           continue;
         }
-        int64_t stride;
-        const char* source = source_rows(world, in, turn, work.source, &stride);
+        const Place source = source_place(world, in, turn, work.source, 0);
         for (int64_t row = span.first; row < span.first + span.count; ++row) {
-          move_row_weighted<Elem>(in, w, source + in.recv_token[row] * stride, row, team, partial[team]);
+          move_row_weighted<Elem>(in, w, source.rows + in.recv_token[row] * source.stride_bytes, row, team,
+                                  partial[team]);
         }
-      } else if (work.kind == Work::kPad || work.kind == Work::kTail) {
+      } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
         const Span span = padding_of(world, in, work);
         pad_rows(in, span, thread, kTeamThreads);
         for (int64_t i = thread; w.grad_weights != nullptr && i < span.count; i += kTeamThreads) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
     }
   }
   const Output outputs[] = {
-      {in.out, in.num_rows * in.row_bytes, in.poison},
+      {in.rows[0].out, in.num_rows * in.rows[0].row_bytes, in.rows[0].poison},
       {w.grad_weights, in.num_rows * static_cast<int64_t>(sizeof(Wide)),
        sizeof(Wide) == 8 ? 0x7FF8000000000000ull : 0x7FC000007FC00000ull},
   };
@@ -156,21 +156,9 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
 
 void launch_move_weighted(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                           int num_sms, cudaStream_t stream) {
-  const auto launch = [&](auto kernel) { kernel<<<num_sms, kTeams * kTeamThreads, 0, stream>>>(call, input, weights); };
-  switch (kind) {
-    case RowKind::kBFloat16:
-      launch(moe_ep_move_weighted<__nv_bfloat16>);
-      break;
-    case RowKind::kFloat16:
-      launch(moe_ep_move_weighted<__half>);
-      break;
-    case RowKind::kFloat32:
-      launch(moe_ep_move_weighted<float>);
-      break;
-    case RowKind::kFloat64:
-      launch(moe_ep_move_weighted<double>);
-      break;
-  }
+  for_kind(kind, [&](auto elem) {
+    moe_ep_move_weighted<decltype(elem)><<<num_sms, kTeams * kTeamThreads, 0, stream>>>(call, input, weights);
+  });
   check_cuda(cudaGetLastError(), "combine backward: the launch");
 }
 

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "row_kind.h"
+
 namespace moe_ep {
 
 __device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -87,5 +89,20 @@ struct RowMath {
     return pack.bits;
   }
 };
+
+// `launch` with a value of the dtype.
+template <typename Launch>
+inline void for_kind(RowKind kind, Launch launch) {
+  switch (kind) {
+    case RowKind::kBFloat16:
+      return launch(__nv_bfloat16());
+    case RowKind::kFloat16:
+      return launch(__half());
+    case RowKind::kFloat32:
+      return launch(float());
+    case RowKind::kFloat64:
+      return launch(double());
+  }
+}
 
 }  // namespace moe_ep

@@ -176,12 +176,19 @@ class Buffer(NormalMode, LowLatency):
     # -- what it does -------------------------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in the memory from which this buffer sends without a copy.
+        """An uninitialised tensor that the other ranks read where it lies: rows sent from it are not copied first.
 
-        The torch backend has no such memory: it is an ordinary tensor of that `shape` and `dtype`, on the current CUDA
-        device if the group runs on NCCL, on the CPU otherwise.
+        Collective: every rank calls it, shapes may differ. A buffer has room for eight such tensors, and their memory
+        lives as long as the buffer: allocate once, write anew for every call. The torch backend has no such memory: it
+        is an ordinary tensor of that `shape` and `dtype`, on the current CUDA device if the group runs on NCCL, on the
+        CPU otherwise.
+
+        Raises:
+            RuntimeError: the buffer already has eight.
+            EPTimeoutError: a rank did not come.
         """
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device())
+        tensor = self.backend.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device()) if tensor is None else tensor
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` in place over the EP group, under the buffer's time limit, and returns it. Collective."""

@@ -29,7 +29,6 @@ from moe_ep.checks import (
 )
 from moe_ep.dispatch_config import Config, recommended_combine_config, recommended_dispatch_config
 from moe_ep.event import EventHandle, EventOverlap
-from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import find_bad_id, send_layout
 from moe_ep.placement import ExpertPlacement
@@ -348,10 +347,9 @@ class NormalMode(ABC):
 
 
 def _move(backend: Backend, handle: DispatchHandle, rows: Tensor, scales: Tensor | None) -> Rows:
-    received = backend.dispatch(handle, rows)
     if scales is None:
-        return received
-    return received, backend.dispatch(handle, scales, padding=UNIT_SCALE[scales.dtype])
+        return backend.dispatch(handle, rows)
+    return backend.dispatch_scaled(handle, rows, scales)
 
 
 def _split(x: Rows) -> tuple[Tensor, Tensor | None]:

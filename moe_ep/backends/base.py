@@ -97,11 +97,17 @@ class Backend(Protocol):
     def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
         """Sums [E] int counts over the sources, for the local experts: L ints."""
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
-        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H].
+    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+        """Moves [T, H] rows as the handle says: the payload of a dispatch. Returns fresh [R, H], padding zero.
 
-        Padding rows are `padding`. Any dtype of 1, 2, 4 or 8 bytes travels (FP8 rows, their scales), and any strides.
+        Any dtype of 1, 2, 4 or 8 bytes travels (FP8 rows, their scales), and any strides.
         """
+
+    def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Moves FP8 rows [T, H] and their scales [T, n] together. Scales of padding rows are 1 (`UNIT_SCALE`)."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Memory that the peers read in place, or None where this backend has no such. Collective."""
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None

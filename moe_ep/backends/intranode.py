@@ -19,22 +19,11 @@ from moe_ep.backends.device_faults import GO
 from moe_ep.backends.header import DTYPES, OK, OPERATIONS, Header, status_of
 from moe_ep.backends.kernel_view import kernel_view
 from moe_ep.backends.node_calls import DOES_NOT_FIT, NodeCalls
+from moe_ep.backends.node_rows import POISON, aligned, name_of, native_rows, pointer, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.placement import ExpertPlacement, fingerprint_of
-
-# NaN in the dtype, repeated over eight bytes; what fills rows that a call gives up.
-POISON = {
-    torch.float64: 0x7FF8000000000000,
-    torch.float32: 0x7FC000007FC00000,
-    torch.bfloat16: 0x7FC07FC07FC07FC0,
-    torch.float16: 0x7E007E007E007E00,
-    torch.float8_e4m3fn: 0x7F7F7F7F7F7F7F7F,
-    torch.float8_e5m2: 0x7F7F7F7F7F7F7F7F,
-    torch.uint8: 0x7F7F7F7F7F7F7F7F,
-}
-_ALL_ONES = 0xFFFFFFFFFFFFFFFF
 
 
 class IntranodeBackend(NodeCalls):
@@ -139,54 +128,62 @@ class IntranodeBackend(NodeCalls):
         mine = torch.tensor(placement.experts_of(self.rank), dtype=torch.int64, device=self._device)
         return [int(count) for count in counts[mine].tolist()]
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
-        return self._move("cached dispatch", handle, x, padding=padding)[0]
+    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+        return self._move("cached dispatch", handle, x)[0]
+
+    def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        rows, received_scales, _ = self._move("cached dispatch", handle, x, scales=scales)
+        assert received_scales is not None
+        return rows, received_scales
 
     def _move(
         self,
         operation: str,
         handle: DispatchHandle,
         x: Tensor,
-        rows: Tensor | None = None,
+        scales: Tensor | None = None,
+        made_rows: Tensor | None = None,
         weights: Tensor | None = None,
-        padding: float = 0,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows along the handle; times `weights`, and with `rows` the weights' gradient."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Rows along the handle, with their scales; or times `weights`, with the weights' gradient for `made_rows`."""
         handle = self._view(handle)
         given = x.shape[1]
-        x = _aligned_rows(_padded_to_16(x))
-        row_bytes = x.shape[1] * x.element_size()
-        self._make_room(handle, row_bytes, x.shape[0] * row_bytes)
-        packed, num_match = self._header(operation, handle, given, x.dtype, None, False, x.shape[0] * row_bytes)
-        out = x.new_empty(handle.num_rows, x.shape[1])
-        grad_weights = None if rows is None or weights is None else torch.empty_like(weights)
-        with self._launching(operation, x, rows, weights, out, grad_weights, *_tensors_of(handle)) as stream:
+        x = aligned(x)
+        kinds = [x] if scales is None else [x, aligned(scales)]
+        row_bytes = sum(rows.shape[1] * rows.element_size() for rows in kinds)
+        own_bytes = x.shape[0] * row_bytes
+        self._make_room(handle, row_bytes, own_bytes)
+        places = () if weights is not None else self._memory.places_of(kinds)
+        packed, num_match = self._header(operation, handle, given, x.dtype, None, False, own_bytes, places=places)
+        outs = [rows.new_empty(handle.num_rows, rows.shape[1]) for rows in kinds]
+        grad_weights = None if made_rows is None or weights is None else torch.empty_like(weights)
+        kept = (*kinds, *outs, made_rows, weights, grad_weights, *_tensors_of(handle))
+        with self._launching(operation, *kept) as stream:
             self._exchange.move(
                 header=packed,
                 num_match=num_match,
-                x=x.data_ptr(),
-                x_stride_bytes=x.stride(0) * x.element_size(),
+                rows=[
+                    native_rows(rows, out, kind == 1) for kind, (rows, out) in enumerate(zip(kinds, outs, strict=True))
+                ],
                 num_tokens=x.shape[0],
-                row_bytes=row_bytes,
                 recv_token=handle.recv_token.data_ptr(),
                 pair_row=handle.pair_row.data_ptr(),
                 num_topk=handle.num_topk,
                 num_local=self._num_local(handle),
                 expert_major=handle.layout == "expert_major",
                 geometry=handle.geometry.data_ptr(),
-                out=out.data_ptr(),
                 num_rows=handle.num_rows,
-                poison=POISON.get(x.dtype, _ALL_ONES),
-                padding=_pattern(padding, x.dtype),
+                is_registered=bool(places),
                 use_tma=self._uses_tma,
-                dtype=_name(x.dtype),
-                weights=_pointer(weights),
-                rows=_pointer(rows),
-                grad_weights=_pointer(grad_weights),
+                dtype=name_of(x.dtype),
+                weights=pointer(weights),
+                made_rows=pointer(made_rows),
+                grad_weights=pointer(grad_weights),
                 num_sms=self.num_sms,
                 stream=stream,
             )
-        return out[:, :given] if given != x.shape[1] else out, grad_weights
+        rows = outs[0] if given == x.shape[1] else outs[0][:, :given]
+        return rows, None if scales is None else outs[1][:, : scales.shape[1]], grad_weights
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
@@ -228,21 +225,24 @@ class IntranodeBackend(NodeCalls):
     ) -> Tensor:
         handle = self._view(handle)
         given = rows.shape[1]
-        rows = _aligned_rows(_padded_to_16(rows)).contiguous()
-        bias = tuple(_aligned_rows(_padded_to_16(tensor)).contiguous() for tensor in bias)
+        rows = aligned(rows).contiguous()
+        bias = tuple(aligned(tensor).contiguous() for tensor in bias)
         weights = None if weights is None else weights.contiguous()
         row_bytes = rows.shape[1] * rows.element_size()
         num_compact = handle.num_compact_rows if handle.is_known else handle.recv_token.shape[0]
         offsets = (0, 0)
         if exact:
-            pair_bytes = _round_up(num_compact * handle.num_topk * 4)
-            first = _round_up(handle.num_rows * row_bytes)
+            pair_bytes = round_up(num_compact * handle.num_topk * 4)
+            first = round_up(handle.num_rows * row_bytes)
             offsets = (first, first + pair_bytes)
             own_bytes = first + pair_bytes + handle.num_rows * 8
         else:
             own_bytes = self._combine_bytes(handle, row_bytes, self.rank)
         self._make_room(handle, row_bytes, own_bytes, exact)
-        packed, num_match = self._header(operation, handle, given, rows.dtype, weights, exact, own_bytes, offsets)
+        places = self._memory.places_of([rows]) if handle.layout == "compact" else ()
+        packed, num_match = self._header(
+            operation, handle, given, rows.dtype, weights, exact, own_bytes, offsets, places
+        )
         y = rows.new_empty(handle.num_tokens, rows.shape[1])
         with self._launching(operation, rows, weights, y, *bias, *_tensors_of(handle)) as stream:
             self._exchange.combine(
@@ -250,9 +250,9 @@ class IntranodeBackend(NodeCalls):
                 num_match=num_match,
                 rows=rows.data_ptr(),
                 num_rows=handle.num_rows,
-                weights=_pointer(weights),
-                bias_0=_pointer(bias[0] if bias else None),
-                bias_1=_pointer(bias[1] if len(bias) > 1 else None),
+                weights=pointer(weights),
+                bias_0=pointer(bias[0] if bias else None),
+                bias_1=pointer(bias[1] if len(bias) > 1 else None),
                 num_tokens=handle.num_tokens,
                 row_bytes=row_bytes,
                 pair_row=handle.pair_row.data_ptr(),
@@ -267,7 +267,9 @@ class IntranodeBackend(NodeCalls):
                 poison=POISON[rows.dtype],
                 exact=exact,
                 is_weighted=weights is not None,
-                dtype=_name(rows.dtype),
+                is_registered=bool(places),
+                use_tma=self._uses_tma,
+                dtype=name_of(rows.dtype),
                 num_sms=self.num_sms,
                 stream=stream,
             )
@@ -300,7 +302,7 @@ class IntranodeBackend(NodeCalls):
                 geometry=handle.geometry.data_ptr(),
                 sums=sums,
                 out=out.data_ptr(),
-                dtype=_name(numbers.dtype),
+                dtype=name_of(numbers.dtype),
                 num_sms=self.num_sms,
                 stream=stream,
             )
@@ -309,9 +311,10 @@ class IntranodeBackend(NodeCalls):
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = None if rows is None else _aligned_rows(_padded_to_16(rows)).contiguous()
+        rows = None if rows is None else aligned(rows).contiguous()
         weights = None if weights is None else weights.contiguous()
-        return self._move("combine backward", handle, grad_y, rows, weights)
+        grad_rows, _, grad_weights = self._move("combine backward", handle, grad_y, None, rows, weights)
+        return grad_rows, grad_weights
 
     # -- the group --------------------------------------------------------------------------------------------------
 
@@ -336,7 +339,7 @@ class IntranodeBackend(NodeCalls):
                 numbers=numbers.data_ptr(),
                 out=out.data_ptr(),
                 count=numbers.numel(),
-                dtype=_name(numbers.dtype),
+                dtype=name_of(numbers.dtype),
                 num_sms=self.num_sms,
                 stream=stream,
             )
@@ -379,6 +382,9 @@ class IntranodeBackend(NodeCalls):
             )
             self.refuse(operation, error)
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._memory.empty(shape, dtype)
+
     # -- along a handle -----------------------------------------------------------------------------------------------
 
     def _view(self, handle: DispatchHandle) -> DispatchHandle:
@@ -400,6 +406,7 @@ class IntranodeBackend(NodeCalls):
         exact: bool,
         own_bytes: int,
         offsets: tuple[int, int] = (0, 0),
+        places: tuple[int, ...] = (),
     ) -> tuple[bytes, int]:
         """The header of a call along a handle, packed."""
         status = OK if own_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
@@ -416,7 +423,7 @@ class IntranodeBackend(NodeCalls):
             exact=exact,
             placement=handle.placement,
         )
-        return self._pack(header, status, own_bytes, offsets)
+        return self._pack(header, status, own_bytes, offsets, places)
 
     def _combine_bytes(self, handle: DispatchHandle, row_bytes: int, rank: int) -> int:
         """What a combine puts into the slot of `rank`: its compact rows, without its own."""
@@ -443,45 +450,5 @@ class IntranodeBackend(NodeCalls):
             )
 
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _round_up(num_bytes: int) -> int:
-    return (num_bytes + 255) // 256 * 256
-
-
 def _tensors_of(handle: DispatchHandle) -> tuple[Tensor, ...]:
     return handle.recv_token, handle.pair_row, handle.token_row, handle.slot_rank, handle.geometry
-
-
-def _aligned_rows(x: Tensor) -> Tensor:
-    """The rows such that each is contiguous and begins at a multiple of 16 bytes."""
-    size = x.element_size()
-    if x.shape[0] and (x.stride(1) != 1 or x.stride(0) * size % 16 or x.data_ptr() % 16):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def _padded_to_16(x: Tensor) -> Tensor:
-    """Rows with columns of zeros behind them, where one is no multiple of 16 bytes (scales of FP8 rows, say)."""
-    missing = -x.shape[1] * x.element_size() % 16 // x.element_size()
-    if not missing:
-        return x
-    bits = x.contiguous().view(_SAME_SIZE[x.element_size()])
-    return torch.nn.functional.pad(bits, (0, missing)).view(x.dtype)
-
-
-def _pattern(value: float, dtype: torch.dtype) -> int:
-    """A padding value, repeated over eight bytes."""
-    if value == 0:
-        return 0
-    raw = bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
-    return int.from_bytes(raw * (8 // len(raw)), "little")

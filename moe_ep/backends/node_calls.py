@@ -19,6 +19,7 @@ from moe_ep.backends.node_memory import NodeMemory
 
 START_BYTES = 16 << 20  # of a slot, where the caller asks for less
 DOES_NOT_FIT = 100  # status of a rank; csrc/exchange.h
+_PLACES_WORD = 20  # of a header: block of rows that peers read in place, offset and stride of each kind
 NEED_WORD = 25  # of a header: bytes that this rank puts into its slot
 _HOST_SLACK_SECS = 30.0  # over the device's own limit, for kernels that queue before ours
 
@@ -71,13 +72,27 @@ class NodeCalls:
         return self._memory.timeout_secs + _HOST_SLACK_SECS
 
     def _pack(
-        self, header: Header, status: int, need_bytes: int, offsets: tuple[int, int] = (0, 0)
+        self,
+        header: Header,
+        status: int,
+        need_bytes: int,
+        offsets: tuple[int, int] = (0, 0),
+        places: tuple[int, ...] = (),
     ) -> tuple[bytes, int]:
-        """The header of a call, and how many of its words must be alike on all ranks. Once a call."""
+        """The header of a call, and how many of its words must be alike on all ranks. Once a call.
+
+        Args:
+            header: of the call.
+            status: OK, the number of an error class, or DOES_NOT_FIT.
+            need_bytes: what this rank puts into its slot.
+            offsets: of parts of the slot, for the exact combine.
+            places: where rows lie that peers read in place (`NodeMemory.places_of`).
+        """
         self._num_calls += 1
         words = header.match_words()
         num_match = len(words)
-        words += [0] * (NEED_WORD - num_match)
+        words += [0] * (_PLACES_WORD - num_match)
+        words += [*places, *[0] * (NEED_WORD - _PLACES_WORD - len(places))]
         words += [need_bytes, *offsets, status, header.x_needs_grad, header.weights_need_grad, header.num_tokens]
         return struct.pack("32q", *words), num_match
 

@@ -7,6 +7,7 @@ segment is freed only when no rank has it open.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from moe_ep._native import NativeKernels, load
@@ -122,6 +124,19 @@ def _obstacle(
     return ""
 
 
+class _DeviceBytes:
+    """Device memory as torch takes it in, with what keeps it alive."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 class NodeMemory:
     """One rank's control block and segment, opened by the others. Collective: construct, `grow`, `reset`.
 
@@ -142,6 +157,7 @@ class NodeMemory:
         self.timeout_secs = timeout_secs
         self.generation = 0
         self._intact = False
+        self._blocks: list[tuple[int, int]] = []
         self._gathering: Gathering | None = None
         if not alone:
             base = c10d.PrefixStore("moe_ep/node/" + "-".join(map(str, self.ranks)), c10d._get_default_store())
@@ -156,6 +172,31 @@ class NodeMemory:
         )
         self._share("control", self.exchange.export_control, self.exchange.open_control)
         self._open(slot_bytes, "start")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor that the peers read where it lies. Collective; shapes may differ.
+
+        Its memory lives as long as this object and the tensor. A buffer has room for eight.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        address = self.exchange.allocate_block(num_bytes)
+        self._share(f"block/{len(self._blocks)}", self.exchange.export_block, self.exchange.open_block)
+        self._blocks.append((address, num_bytes))
+        bytes_of = torch.as_tensor(_DeviceBytes(address, num_bytes, self.exchange), device="cuda")
+        return bytes_of.view(dtype).view(tuple(shape))
+
+    def places_of(self, kinds: Sequence[Tensor]) -> tuple[int, ...]:
+        """Where tensors of one block lie, for a header: number of the block, then offset and stride of each, bytes.
+
+        Empty where they do not all lie in one.
+        """
+        for number, (begin, num_bytes) in enumerate(self._blocks, start=1):
+            if all(begin <= rows.data_ptr() < begin + num_bytes for rows in kinds):
+                places = [number]
+                for rows in kinds:
+                    places += [rows.data_ptr() - begin, rows.stride(0) * rows.element_size()]
+                return tuple(places)
+        return ()
 
     def grow(self, num_bytes: int) -> None:
         """Replaces the segments by larger ones. Collective; no kernel of this rank runs on the old ones.

@@ -21,6 +21,7 @@ from moe_ep.backends.header import DTYPES, OPERATIONS, Header
 from moe_ep.backends.plan import checked_ids, finish_plan
 from moe_ep.backends.private_group import PrivateGroup
 from moe_ep.backends.rows import poison, resize, take
+from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.layout import (
     SendLayout,
@@ -141,9 +142,17 @@ class TorchDistBackend:
                 self._group.all_reduce(counts, "dispatch")
             return [int(counts[expert]) for expert in placement.experts_of(self.rank)]
 
-    def dispatch(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
+    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
         with self._agreement.committed("dispatch"):
-            return self._rows_of(handle, x, padding)
+            return self._rows_of(handle, x)
+
+    def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        with self._agreement.committed("dispatch"):
+            return self._rows_of(handle, x), self._rows_of(handle, scales, UNIT_SCALE[scales.dtype])
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Nothing is read in place here."""
+        return
 
     def _rows_of(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
         """[T, H] at the sources -> [R, H] here, as the layout wants them."""

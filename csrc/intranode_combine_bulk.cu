@@ -1,0 +1,293 @@
+#include "intranode_combine.cuh"
+#include "term_ring.cuh"
+
+// Rows through shared memory by the copy engine, sm_90 and later.
+
+namespace moe_ep {
+namespace {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// The rows of compact row `row` on this rank (-1: none), of which this lane takes number `term`; their count.
+template <typename Wide>
+__device__ int own_terms(const CombineInput& in, int64_t row, int term, uint64_t* address, Wide* weight) {
+  if (row < 0) {
+    return 0;
+  }
+  const uint64_t rows = reinterpret_cast<uint64_t>(in.rows);
+  if (!in.expert_major) {
+    if (term == 0) {
+      *address = rows + row * in.row_bytes;
+    }
+    return 1;
+  }
+  const int lane = lane_idx();
+  const int mine = lane < in.num_topk ? in.pair_row[row * in.num_topk + lane] : -1;
+  const Wide my_weight = mine >= 0 && in.weights != nullptr ? static_cast<const Wide*>(in.weights)[mine] : Wide(0);
+  const unsigned int mask = __ballot_sync(kFullWarp, mine >= 0);
+  const int count = __popc(mask);
+  const bool takes = term >= 0 && term < count;
+  const int slot = takes ? nth_bit(mask, term) : 0;
+  const int64_t place = __shfl_sync(kFullWarp, mine, slot);
+  const Wide its_weight = __shfl_sync(kFullWarp, my_weight, slot);
+  if (takes) {
+    *address = rows + place * in.row_bytes;
+    *weight = its_weight;
+  }
+  return count;
+}
+
+// What a peer's token needs from this rank.
+template <typename Wide>
+__device__ Terms<Wide> terms_for_peer(const CombineInput& in, int64_t row) {
+  Terms<Wide> terms = {};
+  terms.count = terms.num_own = own_terms(in, row, lane_idx(), &terms.address, &terms.weight);
+  return terms;
+}
+
+// What an own token needs from all ranks, ascending.
+template <typename Wide>
+__device__ Terms<Wide> terms_at_home(const World& world, const CombineInput& in, const Turn& turn, int64_t token) {
+  const int lane = lane_idx(), size = world.size;
+  const int row = lane < size ? in.token_row[token * size + lane] : -1;
+  uint64_t staged = 0;
+  if (row >= 0 && lane != world.rank) {
+    staged = reinterpret_cast<uint64_t>(peer_row(world, in, turn, lane, row));
+  }
+  const unsigned int peers = __ballot_sync(kFullWarp, staged != 0);
+  Terms<Wide> terms = {};
+  terms.num_own = own_terms(in, __shfl_sync(kFullWarp, row, world.rank), lane, &terms.address, &terms.weight);
+  terms.peers_before = __popc(peers & ((1u << world.rank) - 1));
+  terms.count = terms.num_own + __popc(peers);
+  const bool is_peer = lane >= terms.num_own && lane < terms.count;
+  const uint64_t its_address = __shfl_sync(kFullWarp, staged, is_peer ? nth_bit(peers, lane - terms.num_own) : 0);
+  if (is_peer) {
+    terms.address = its_address;
+  }
+  return terms;
+}
+
+// A sum of pieces, as one thread has it.
+template <typename Elem>
+struct PieceSum {
+  using Math = RowMath<Elem>;
+  using Wide = typename Math::Wide;
+  Wide total[kRingLoads][Math::kElems];
+  bool is_empty = true;
+
+  __device__ void add(const uint4 (&term)[kRingLoads]) {
+    if (is_empty) {
+#pragma unroll
+      for (int i = 0; i < kRingLoads; ++i) {
+        Math::add(total[i], term[i], true);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRingLoads; ++i) {
+        Math::add(total[i], term[i], false);
+      }
+    }
+    is_empty = false;
+  }
+  __device__ void add_product(const uint4 (&term)[kRingLoads], Wide weight) {
+    if (is_empty) {
+#pragma unroll
+      for (int i = 0; i < kRingLoads; ++i) {
+        Math::add_product(total[i], term[i], weight, true);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRingLoads; ++i) {
+        Math::add_product(total[i], term[i], weight, false);
+      }
+    }
+    is_empty = false;
+  }
+  // Puts the sum, rounded, into `out`, and begins anew.
+  __device__ void finish(uint4 (&out)[kRingLoads]) {
+#pragma unroll
+    for (int i = 0; i < kRingLoads; ++i) {
+      out[i] = Math::rounded(total[i]);
+    }
+    is_empty = true;
+  }
+};
+
+// By the adding warps of a team: adds up output rows [first, end); `terms_of(i)` are those of row i, `out_of(i)` is
+// where it goes, `bias_of(i, j)` its first terms, or null. The own sum comes first: one accumulator serves both sums.
+template <int kTeam, typename Elem, typename TermsOf, typename OutOf, typename BiasOf>
+__device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t first, int64_t end, TermsOf terms_of,
+                         OutOf out_of, BiasOf bias_of) {
+  using Wide = typename RowMath<Elem>::Wide;
+  for (int64_t item = first; item < end; ++item) {
+    const Terms<Wide> terms = terms_of(item);
+    const int num_peers = terms.count - terms.num_own;
+    char* out = out_of(item);
+    for (int64_t offset = 0; offset < in.row_bytes; offset += team.cut.piece_bytes) {
+      const int64_t ends = min64(offset + team.cut.piece_bytes, in.row_bytes);
+      PieceSum<Elem> sum;
+      uint4 own[kRingLoads], term[kRingLoads];
+#pragma unroll 1
+      for (int j = 0; j < terms.num_own; ++j) {
+        team.take(own);
+        if (in.weights != nullptr) {
+          sum.add_product(own, __shfl_sync(kFullWarp, terms.weight, j));
+        } else if (terms.num_own > 1) {
+          sum.add(own);
+        }
+      }
+      if (!sum.is_empty) {
+        sum.finish(own);
+      } else if (terms.num_own == 0) {
+#pragma unroll
+        for (int i = 0; i < kRingLoads; ++i) {
+          own[i] = make_uint4(0, 0, 0, 0);
+        }
+      }
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const char* bias = bias_of(item, i);
+        if (bias != nullptr) {
+#pragma unroll
+          for (int j = 0; j < kRingLoads; ++j) {
+            const int64_t at = team.place(offset, j);
+            term[j] = at < ends ? load_16(bias + at) : make_uint4(0, 0, 0, 0);
+          }
+          sum.add(term);
+        }
+      }
+      if (!sum.is_empty || num_peers > 0) {
+#pragma unroll 1
+        for (int j = 0; j <= num_peers; ++j) {
+          if (j == terms.peers_before && terms.num_own > 0) {
+            sum.add(own);
+          }
+          if (j < num_peers) {
+            team.take(term);
+            sum.add(term);
+          }
+        }
+        sum.finish(own);
+      }
+#pragma unroll
+      for (int i = 0; i < kRingLoads; ++i) {
+        const int64_t at = team.place(offset, i);
+        if (at < ends) {
+          store_16(out + at, own[i]);
+        }
+      }
+    }
+  }
+}
+
+// The compact rows that a ticket reduces.
+__device__ Span rows_to_reduce(const World& world, const CombineInput& in, const CombineWork& work) {
+  const int32_t* chunk_rows =
+      in.geometry + Geometry::chunk_rows(world.size) + work.source * (kMaxChunks + 1) + work.chunk;
+  return part_of<kCombineParts>(chunk_rows[0], chunk_rows[1], work.part);
+}
+
+template <int kTeam, typename Elem>
+__global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
+    moe_ep_combine_bulk(const __grid_constant__ Call call, const __grid_constant__ CombineInput in, const Cut cut) {
+  using Wide = typename RowMath<Elem>::Wide;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ TeamBarriers barriers[kNumTeams<kTeam>];
+  const World& world = call.world;
+  const Turn turn = turn_of(world);
+  Team<kTeam> team(shared, barriers, cut);
+  const uint32_t verdict = open_call(call, turn);
+  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
+  const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
+  const auto peer_terms = [&](int64_t row) { return terms_for_peer<Wide>(in, row); };
+  const auto home_terms = [&](int64_t token) { return terms_at_home<Wide>(world, in, turn, token); };
+  if (verdict == kGo && team.fetches()) {
+    for (;;) {
+      uint32_t ticket = team.take_ticket(world.state);
+      CombineWork work = combine_work(world, ticket, most);
+      if (work.kind == CombineWork::kHome && !chunk_is_reduced(world, turn, work.chunk)) {
+        ticket = kNoTicket;
+        work.kind = CombineWork::kEnd;
+      }
+      team.hand_on(ticket);
+      if (work.kind == CombineWork::kEnd) {
+        break;
+      }
+      if (overflowed) {
+        continue;
+      }
+      fence_copy_engine();
+      if (work.kind == CombineWork::kReduce && !in.is_registered) {
+        const Span span = rows_to_reduce(world, in, work);
+        team.fetch(in.row_bytes, span.first, span.first + span.count, peer_terms);
+      } else if (work.kind == CombineWork::kHome) {
+        const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
+        team.fetch(in.row_bytes, span.first, span.first + span.count, home_terms);
+      }
+    }
+  } else if (verdict == kGo) {
+    for (;;) {
+      const uint32_t ticket = team.get_ticket();
+      const CombineWork work = combine_work(world, ticket, most);
+      if (ticket == kNoTicket || work.kind == CombineWork::kEnd) {
+        break;
+      }
+      if (work.kind == CombineWork::kReduce && !in.is_registered) {
+        const Span span = rows_to_reduce(world, in, work);
+        char* staging =
+            slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
+        if (overflowed) {
+          fill_rows(staging, span, in);
+        } else {
+          add_rows<kTeam, Elem>(
+              team, in, span.first, span.first + span.count, peer_terms,
+              [&](int64_t row) { return staging + row * in.row_bytes; },
+              [](int64_t, int) -> const char* { return nullptr; });
+        }
+        fence_copy_engine();
+        __threadfence_system();
+        team.sync_adders();
+        if (team.thread() == 0) {
+          __threadfence_system();
+          post_flag(world, turn, work.source, work.chunk * kCombineParts + work.part);
+        }
+      } else if (work.kind == CombineWork::kHome) {
+        const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
+        if (overflowed) {
+          fill_rows(in.y, span, in);
+          continue;
+        }
+        add_rows<kTeam, Elem>(
+            team, in, span.first, span.first + span.count, home_terms,
+            [&](int64_t token) { return in.y + token * in.row_bytes; },
+            [&](int64_t token, int i) { return in.bias[i] == nullptr ? nullptr : in.bias[i] + token * in.row_bytes; });
+      }
+    }
+  }
+  const Output output = {in.y, in.num_tokens * in.row_bytes, in.poison};
+  end_call(call, turn, verdict, &output, 1, in.is_registered);
+}
+
+#else
+
+template <int kTeam, typename Elem>
+__global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_constant__ CombineInput, const Cut) {}
+
+#endif
+
+}  // namespace
+
+void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
+  for_team(input.row_bytes, [&](auto team) {
+    constexpr int kTeam = decltype(team)::value;
+    for_kind(kind, [&](auto elem) {
+      const auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
+      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes),
+                 "combine: the shared memory of the rings");
+      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input, cut_of<kTeam>(input.row_bytes));
+    });
+  });
+  check_cuda(cudaGetLastError(), "combine: the launch");
+}
+
+}  // namespace moe_ep

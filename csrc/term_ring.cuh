@@ -1,0 +1,202 @@
+// Rows on their way to a sum, sm_90 and later. A team is one warp that fetches and kTeam warps that add. What an output
+// row is made of, its terms, comes into a ring of stages by the copy engine; the fetching warp runs ahead by the length
+// of the ring, across pieces, rows and tickets.
+#pragma once
+
+#include <type_traits>
+
+#include "bulk_copy.cuh"
+#include "exchange_device.cuh"
+
+namespace moe_ep {
+
+constexpr int kRingLoads = 4;  // of 16 bytes that a thread takes from a stage
+constexpr int kRingBytes = 216 * 1024;
+constexpr int kMaxRingStages = 16;
+constexpr int kMaxTerms = 32;
+constexpr uint32_t kNoTicket = ~0u;
+
+// Teams of a block: as many as its registers serve.
+template <int kTeam>
+constexpr int kNumTeams = kTeam == 1   ? 7
+                          : kTeam == 2 ? 5
+                                       : 3;
+template <int kTeam>
+constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 1) * 32;
+
+// How rows of some length are cut: as many pieces as need be, each for a team at once.
+struct Cut {
+  int piece_bytes;  // the last piece of a row may be shorter
+  int stage_bytes;
+  int num_stages;  // of a team
+};
+
+template <int kTeam>
+inline Cut cut_of(int64_t row_bytes) {
+  constexpr int64_t kMost = kRingLoads * kTeam * 512;
+  const int64_t count = (row_bytes + kMost - 1) / kMost;
+  Cut cut;
+  cut.piece_bytes = static_cast<int>((row_bytes / 16 + count - 1) / count * 16);
+  cut.stage_bytes = (cut.piece_bytes + 127) / 128 * 128;
+  const int fit = kRingBytes / kNumTeams<kTeam> / cut.stage_bytes;
+  cut.num_stages = fit < kMaxRingStages ? fit : kMaxRingStages;
+  return cut;
+}
+
+// What serves rows of this length: a warp takes 2 KiB at once.
+template <typename Launch>
+inline void for_team(int64_t row_bytes, Launch launch) {
+  if (row_bytes <= 2048) {
+    launch(std::integral_constant<int, 1>());
+  } else if (row_bytes <= 4096) {
+    launch(std::integral_constant<int, 2>());
+  } else {
+    launch(std::integral_constant<int, 4>());
+  }
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// What an output row is made of, as the lanes of a warp know it: lane j holds term j. This rank's own terms are the
+// first; a sum adds them apart, in slot order, and rounds. Then come the sums of the peers, ascending, with the own one
+// in its place behind `peers_before` of them.
+template <typename Wide>
+struct Terms {
+  int count;
+  int num_own;
+  int peers_before;
+  int place;  // for whoever needs to know which row term j is
+  uint64_t address;
+  Wide weight;
+};
+
+// One team's shared memory: stages of rows, and the tickets that the fetching warp has taken. `full` is for whoever
+// adds, `empty` for whoever fetches.
+struct TeamBarriers {
+  uint64_t full[kMaxRingStages], empty[kMaxRingStages];
+  uint64_t ticket_full[2], ticket_empty[2];
+  uint32_t tickets[2];
+};
+
+template <int kTeam>
+struct Team {
+  TeamBarriers& barriers;
+  char* stages;
+  Cut cut;
+  int stage = 0;
+  uint32_t parity = 0;
+  uint32_t num_tickets = 0;
+
+  // By all threads of a block; `shared` holds kRingBytes.
+  __device__ Team(char* shared, TeamBarriers* all, const Cut& how) : barriers(all[number()]), cut(how) {
+    stages = shared + static_cast<int64_t>(number()) * how.num_stages * how.stage_bytes;
+    if (fetches() && lane_idx() < kMaxRingStages) {
+      init_barrier(&barriers.full[lane_idx()], 1);
+      init_barrier(&barriers.empty[lane_idx()], kTeam);
+      if (lane_idx() < 2) {
+        init_barrier(&barriers.ticket_full[lane_idx()], 1);
+        init_barrier(&barriers.ticket_empty[lane_idx()], kTeam);
+      }
+    }
+    fence_copy_engine();
+    __syncthreads();
+  }
+
+  __device__ static int number() { return warp_idx() / (kTeam + 1); }
+  __device__ static bool fetches() { return warp_idx() % (kTeam + 1) == kTeam; }
+  // Of a thread that adds, among those of its team.
+  __device__ static int thread() { return warp_idx() % (kTeam + 1) * 32 + lane_idx(); }
+
+  __device__ void next_stage() {
+    if (++stage == cut.num_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  // By the fetching warp: takes a ticket, once there is room to hand it on.
+  __device__ uint32_t take_ticket(State* state) {
+    wait_barrier(&barriers.ticket_empty[num_tickets % 2], (num_tickets / 2 + 1) % 2);
+    return warp_ticket(state);
+  }
+
+  // By the fetching warp: tells the adding warps. kNoTicket: nothing comes any more.
+  __device__ void hand_on(uint32_t ticket) {
+    const uint32_t slot = num_tickets % 2;
+    if (lane_idx() == 0) {
+      barriers.tickets[slot] = ticket;
+      arrive(&barriers.ticket_full[slot]);
+    }
+    ++num_tickets;
+    __syncwarp();
+  }
+
+  // By the adding warps: the same tickets.
+  __device__ uint32_t get_ticket() {
+    const uint32_t slot = num_tickets % 2;
+    wait_barrier(&barriers.ticket_full[slot], num_tickets / 2 % 2);
+    const uint32_t ticket = *static_cast<volatile uint32_t*>(&barriers.tickets[slot]);
+    __syncwarp();
+    if (lane_idx() == 0) {
+      arrive(&barriers.ticket_empty[slot]);
+    }
+    ++num_tickets;
+    return ticket;
+  }
+
+  // By the fetching warp: brings the terms of output rows [first, end), piece by piece.
+  template <typename TermsOf>
+  __device__ void fetch(int64_t row_bytes, int64_t first, int64_t end, TermsOf terms_of) {
+    for (int64_t item = first; item < end; ++item) {
+      const auto terms = terms_of(item);
+      for (int64_t offset = 0; offset < row_bytes && terms.count > 0; offset += cut.piece_bytes) {
+        const uint32_t num_bytes = static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset));
+        for (int term = 0; term < terms.count; ++term) {
+          const uint64_t address = __shfl_sync(kFullWarp, terms.address, term);
+          wait_barrier(&barriers.empty[stage], parity ^ 1);
+          if (lane_idx() == 0) {
+            load_bulk(stages + stage * cut.stage_bytes, reinterpret_cast<const char*>(address) + offset, num_bytes,
+                      &barriers.full[stage]);
+          }
+          next_stage();
+        }
+      }
+    }
+  }
+
+  // By the adding warps: takes this thread's part of the next piece. Behind the end of a piece there are bytes of
+  // something else, which nobody may use.
+  __device__ void take(uint4 (&out)[kRingLoads]) {
+    wait_barrier(&barriers.full[stage], parity);
+    const uint4* piece = reinterpret_cast<const uint4*>(stages + stage * cut.stage_bytes);
+#pragma unroll
+    for (int i = 0; i < kRingLoads; ++i) {
+      const int at = i * kTeam * 32 + thread();
+      out[i] = at * 16 < cut.stage_bytes ? piece[at] : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+    if (lane_idx() == 0) {
+      arrive(&barriers.empty[stage]);
+    }
+    next_stage();
+  }
+
+  // Where this thread's 16 bytes number i of a piece lie in the row.
+  __device__ int64_t place(int64_t offset, int i) const { return offset + (i * kTeam * 32 + thread()) * 16; }
+
+  // By the adding warps: waits for each other.
+  __device__ static void sync_adders() {
+    if constexpr (kTeam == 1) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(number() + 1), "n"(kTeam * 32) : "memory");
+    }
+  }
+};
+
+// By a whole warp: the n-th bit that is set.
+__device__ inline int nth_bit(unsigned int mask, int n) { return static_cast<int>(__fns(mask, 0, n + 1)); }
+
+#endif
+
+}  // namespace moe_ep

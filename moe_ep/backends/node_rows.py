@@ -1,0 +1,57 @@
+"""Rows as the kernels inside a node take them: aligned, as addresses, with what fills rows that are given up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ep.fp8 import UNIT_SCALE
+
+# NaN in the dtype, repeated over eight bytes. Bytes are taken for FP8.
+POISON = {
+    torch.float64: 0x7FF8000000000000,
+    torch.float32: 0x7FC000007FC00000,
+    torch.bfloat16: 0x7FC07FC07FC07FC0,
+    torch.float16: 0x7E007E007E007E00,
+    torch.float8_e4m3fn: 0x7F7F7F7F7F7F7F7F,
+    torch.float8_e5m2: 0x7F7F7F7F7F7F7F7F,
+    torch.uint8: 0x7F7F7F7F7F7F7F7F,
+}
+_ALL_ONES = 0xFFFFFFFFFFFFFFFF
+# The scale 1, repeated over eight bytes.
+_UNIT_PATTERN = {torch.float32: 0x3F8000003F800000, torch.int32: int(UNIT_SCALE[torch.int32]) * 0x100000001}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As csrc spells a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def round_up(num_bytes: int) -> int:
+    """To a multiple of 256, at which things begin in a slot."""
+    return (num_bytes + 255) // 256 * 256
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The rows such that each is contiguous, begins at a multiple of 16 bytes and is as long: with zeros behind it."""
+    size = x.element_size()
+    missing = -x.shape[1] * size % 16 // size
+    if missing:  # scales of FP8 rows, say
+        bits = x.contiguous().view(_SAME_SIZE[size])
+        return torch.nn.functional.pad(bits, (0, int(missing))).view(x.dtype)
+    if x.shape[0] and (x.stride(1) != 1 or x.stride(0) * size % 16 or x.data_ptr() % 16):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def native_rows(rows: Tensor, out: Tensor, is_scales: bool) -> tuple[int, int, int, int, int, int]:
+    """`Rows` of csrc/intranode_move.h: rows [T, n] that are sent, [R, n] that come. Padding is 0, in scales 1."""
+    size = rows.element_size()
+    padding = _UNIT_PATTERN[rows.dtype] if is_scales else 0
+    poison = POISON.get(rows.dtype, _ALL_ONES)
+    return rows.data_ptr(), rows.stride(0) * size, rows.shape[1] * size, out.data_ptr(), poison, padding
