@@ -96,6 +96,13 @@ class NodeCalls:
         words += [need_bytes, *offsets, status, header.x_needs_grad, header.weights_need_grad, header.num_tokens]
         return struct.pack("32q", *words), num_match
 
+    def _must_not_capture(self, operation: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{operation} waits for the counts of all ranks, which a CUDA graph cannot; give max_rows, or go along a "
+                "handle that was made before the capture."
+            )
+
     def _grow_together(self, header: Header, need_bytes: int) -> None:
         if need_bytes <= self._exchange.slot_bytes:
             return
