@@ -47,6 +47,8 @@ class IntranodeBackend(NodeCalls):
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         self._check_device("dispatch", request.x)
         waits = request.max_rows is None
+        if waits:
+            self._must_not_capture("dispatch")
         header = Header(
             operation=OPERATIONS.index("dispatch"),
             hidden=request.x.shape[1],
