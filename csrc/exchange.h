@@ -22,6 +22,7 @@ constexpr int kNumFlags = kMaxChunks * kCombineParts;
 
 // A header: words that must be alike on all ranks (as many as the call says), then each rank's own.
 constexpr int kHeaderWords = 32;
+constexpr int kOverflowedWord = 19;   // this rank received more rows than max_rows: whatever it would send is lost
 constexpr int kRegisteredWord = 20;   // number of the block that rows lie in for peers to read, 0 for none; then offset
                                       // and stride of rows and of scales, bytes
 constexpr int kFirstOffsetWord = 26;  // in this rank's slot, bytes

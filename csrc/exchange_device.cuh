@@ -136,13 +136,13 @@ __device__ inline bool slots_are_free(const World& world, const Turn& turn) {
   return __all_sync(kFullWarp, free);
 }
 
-// By a whole warp: tells every rank, the own one too. `status` overrides the header's.
-__device__ inline void send_header(const Call& call, const Turn& turn, int64_t status) {
+// By a whole warp: tells every rank, the own one too. `status` and `overflowed` override the header's.
+__device__ inline void send_header(const Call& call, const Turn& turn, int64_t status, bool overflowed = false) {
   const World& world = call.world;
   const int lane = lane_idx();
   for (int peer = 0; peer < world.size; ++peer) {
     int64_t* words = world.control[peer]->headers[world.rank][turn.slot].words;
-    words[lane] = lane == kStatusWord ? status : call.header[lane];
+    words[lane] = lane == kStatusWord ? status : lane == kOverflowedWord ? overflowed : call.header[lane];
   }
   __syncwarp();
   __threadfence_system();
@@ -182,13 +182,13 @@ __device__ inline uint32_t verdict_of(const Call& call, const Turn& turn) {
 }
 
 // By a whole block, at the start of a call of one kernel: slots, header, verdict.
-__device__ inline uint32_t open_call(const Call& call, const Turn& turn) {
+__device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool overflowed = false) {
   __shared__ uint32_t shared_verdict;
   if (threadIdx.x < 32) {
     uint32_t verdict = kFailed;
     if (call.world.state->failed == 0 && slots_are_free(call.world, turn)) {
       if (blockIdx.x == 0) {
-        send_header(call, turn, call.header[kStatusWord]);
+        send_header(call, turn, call.header[kStatusWord], overflowed);
       }
       verdict = verdict_of(call, turn);
     }

@@ -73,23 +73,17 @@ __device__ void reduce(const World& world, const CombineInput& in, const Turn& t
   const int32_t* chunk_rows =
       in.geometry + Geometry::chunk_rows(world.size) + work.source * (kMaxChunks + 1) + work.chunk;
   const Span span = part_of<kCombineParts>(chunk_rows[0], chunk_rows[1], work.part);
-  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
+  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
   char* staging =
       slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
-  for (int64_t row = span.first; row < span.first + span.count; ++row) {
+  for (int64_t row = span.first; row < span.first + span.count && !overflowed; ++row) {
     Terms<Wide> terms;
-    if (in.expert_major && !overflowed) {
+    if (in.expert_major) {
       terms = terms_of<Wide>(in, row);
     }
     for (int64_t begin = 0; begin < in.row_bytes; begin += Columns<Elem>::kBytes) {
       Columns<Elem> sum;
-      if (overflowed) {
-        const uint32_t low = static_cast<uint32_t>(in.poison), high = static_cast<uint32_t>(in.poison >> 32);
-#pragma unroll
-        for (int i = 0; i < Columns<Elem>::kCount; ++i) {
-          sum.raw[i] = make_uint4(low, high, low, high);
-        }
-      } else if (in.expert_major) {
+      if (in.expert_major) {
         sum = partial_of<Elem>(in, terms, begin);
       } else {
         sum.load(in.rows + row * in.row_bytes, begin, in.row_bytes);
@@ -106,11 +100,16 @@ __device__ void reduce(const World& world, const CombineInput& in, const Turn& t
 }
 
 template <typename Elem>
-__device__ void add_at_home(const World& world, const CombineInput& in, const Turn& turn, int64_t token) {
+__device__ void add_at_home(const World& world, const CombineInput& in, const Turn& turn, unsigned int lost,
+                            int64_t token) {
   using Wide = typename RowMath<Elem>::Wide;
   const int size = world.size, lane = lane_idx();
   // Lane r: where rank r keeps its sum for this token.
   const int row = lane < size ? in.token_row[token * size + lane] : -1;
+  if (__any_sync(kFullWarp, row >= 0 && (lost >> lane & 1) != 0)) {
+    fill_rows(in.y, {token, 1}, in);
+    return;
+  }
   const char* address = nullptr;
   if (row >= 0 && lane != world.rank) {
     address = peer_row(world, in, turn, lane, row);
@@ -120,7 +119,6 @@ __device__ void add_at_home(const World& world, const CombineInput& in, const Tu
   const unsigned int ranks = __ballot_sync(kFullWarp, row >= 0);
   const unsigned int stored = __ballot_sync(kFullWarp, address != nullptr);
   Terms<Wide> terms;
-  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
   if (in.expert_major && (ranks >> world.rank & 1) != 0) {
     terms = terms_of<Wide>(in, __shfl_sync(kFullWarp, row, world.rank));
   }
@@ -155,14 +153,7 @@ __device__ void add_at_home(const World& world, const CombineInput& in, const Tu
         sum.add(partial_of<Elem>(in, terms, begin));
       }
     }
-    Columns<Elem> y = sum.rounded();
-    if (overflowed && (ranks >> world.rank & 1) != 0) {
-      const uint32_t low = static_cast<uint32_t>(in.poison), high = static_cast<uint32_t>(in.poison >> 32);
-#pragma unroll
-      for (int i = 0; i < Columns<Elem>::kCount; ++i) {
-        y.raw[i] = make_uint4(low, high, low, high);
-      }
-    }
+    const Columns<Elem> y = sum.rounded();
     store_columns(y, in.y + token * in.row_bytes, begin, in.row_bytes);
   }
 }
@@ -172,8 +163,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     moe_ep_combine(const __grid_constant__ Call call, const __grid_constant__ CombineInput in) {
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  const uint32_t verdict = open_call(call, turn);
+  const uint32_t verdict = open_call(call, turn, in.geometry[Geometry::kOverflowed] != 0);
   if (verdict == kGo) {
+    const unsigned int lost = lost_ranks(world, turn);
     const int most = most_chunks(in.geometry, world.size);
     for (;;) {
       const CombineWork work = combine_work(world, warp_ticket(world.state), most);
@@ -188,13 +180,18 @@ __global__ void __launch_bounds__(kThreads, 1)
           continue;
         }
         for (int64_t token = span.first; token < span.first + span.count; ++token) {
-          add_at_home<Elem>(world, in, turn, token);
+          add_at_home<Elem>(world, in, turn, lost, token);
         }
       }
     }
   }
   const Output output = {in.y, in.num_tokens * in.row_bytes, in.poison};
-  end_call(call, turn, verdict, &output, 1, in.is_registered);
+  if (is_last_block(world.state)) {
+    if (verdict == kGo && in.geometry[Geometry::kNoPlan] != 0) {
+      fill_output(output);
+    }
+    close_call(call, turn, verdict, &output, 1, in.is_registered);
+  }
 }
 
 }  // namespace

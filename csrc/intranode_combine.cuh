@@ -120,6 +120,14 @@ __device__ inline int64_t staging_shift(const CombineInput& in, int size, int ra
   return source > rank ? in.geometry[Geometry::rank_rows(size) + rank * size + rank] : 0;
 }
 
+// By a whole warp: the ranks whose rows are lost, as bits.
+__device__ inline unsigned int lost_ranks(const World& world, const Turn& turn) {
+  const int lane = lane_idx();
+  const bool lost =
+      lane < world.size && world.control[world.rank]->headers[lane][turn.slot].words[kOverflowedWord] != 0;
+  return __ballot_sync(kFullWarp, lost);
+}
+
 // What `rank`, a peer, has for compact row `row` of an own token.
 __device__ inline const char* peer_row(const World& world, const CombineInput& in, const Turn& turn, int rank,
                                        int64_t row) {

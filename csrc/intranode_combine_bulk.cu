@@ -47,15 +47,20 @@ __device__ Terms<Wide> terms_for_peer(const CombineInput& in, int64_t row) {
 
 // What an own token needs from all ranks, ascending.
 template <typename Wide>
-__device__ Terms<Wide> terms_at_home(const World& world, const CombineInput& in, const Turn& turn, int64_t token) {
+__device__ Terms<Wide> terms_at_home(const World& world, const CombineInput& in, const Turn& turn, unsigned int lost,
+                                     int64_t token) {
   const int lane = lane_idx(), size = world.size;
   const int row = lane < size ? in.token_row[token * size + lane] : -1;
+  Terms<Wide> terms = {};
+  terms.is_lost = __any_sync(kFullWarp, row >= 0 && (lost >> lane & 1) != 0);
+  if (terms.is_lost) {
+    return terms;
+  }
   uint64_t staged = 0;
   if (row >= 0 && lane != world.rank) {
     staged = reinterpret_cast<uint64_t>(peer_row(world, in, turn, lane, row));
   }
   const unsigned int peers = __ballot_sync(kFullWarp, staged != 0);
-  Terms<Wide> terms = {};
   terms.num_own = own_terms(in, __shfl_sync(kFullWarp, row, world.rank), lane, &terms.address, &terms.weight);
   terms.peers_before = __popc(peers & ((1u << world.rank) - 1));
   terms.count = terms.num_own + __popc(peers);
@@ -156,7 +161,13 @@ __device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t firs
           sum.add(term);
         }
       }
-      if (!sum.is_empty || num_peers > 0) {
+      if (terms.is_lost) {
+        const uint32_t low = static_cast<uint32_t>(in.poison), high = static_cast<uint32_t>(in.poison >> 32);
+#pragma unroll
+        for (int i = 0; i < kRingLoads; ++i) {
+          own[i] = make_uint4(low, high, low, high);
+        }
+      } else if (!sum.is_empty || num_peers > 0) {
 #pragma unroll 1
         for (int j = 0; j <= num_peers; ++j) {
           if (j == terms.peers_before && terms.num_own > 0) {
@@ -196,11 +207,12 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   const World& world = call.world;
   const Turn turn = turn_of(world);
   Team<kTeam> team(shared, barriers, cut);
-  const uint32_t verdict = open_call(call, turn);
-  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
+  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
+  const uint32_t verdict = open_call(call, turn, overflowed);
+  const unsigned int lost = lost_ranks(world, turn);
   const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
   const auto peer_terms = [&](int64_t row) { return terms_for_peer<Wide>(in, row); };
-  const auto home_terms = [&](int64_t token) { return terms_at_home<Wide>(world, in, turn, token); };
+  const auto home_terms = [&](int64_t token) { return terms_at_home<Wide>(world, in, turn, lost, token); };
   if (verdict == kGo && team.fetches()) {
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
@@ -213,11 +225,8 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       if (work.kind == CombineWork::kEnd) {
         break;
       }
-      if (overflowed) {
-        continue;
-      }
       fence_copy_engine();
-      if (work.kind == CombineWork::kReduce && !in.is_registered) {
+      if (work.kind == CombineWork::kReduce && !in.is_registered && !overflowed) {
         const Span span = rows_to_reduce(world, in, work);
         team.fetch(in.row_bytes, span.first, span.first + span.count, peer_terms);
       } else if (work.kind == CombineWork::kHome) {
@@ -236,9 +245,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         const Span span = rows_to_reduce(world, in, work);
         char* staging =
             slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
-        if (overflowed) {
-          fill_rows(staging, span, in);
-        } else {
+        if (!overflowed) {
           add_rows<kTeam, Elem>(
               team, in, span.first, span.first + span.count, peer_terms,
               [&](int64_t row) { return staging + row * in.row_bytes; },
@@ -253,10 +260,6 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         }
       } else if (work.kind == CombineWork::kHome) {
         const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
-        if (overflowed) {
-          fill_rows(in.y, span, in);
-          continue;
-        }
         add_rows<kTeam, Elem>(
             team, in, span.first, span.first + span.count, home_terms,
             [&](int64_t token) { return in.y + token * in.row_bytes; },
@@ -265,7 +268,12 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
     }
   }
   const Output output = {in.y, in.num_tokens * in.row_bytes, in.poison};
-  end_call(call, turn, verdict, &output, 1, in.is_registered);
+  if (is_last_block(world.state)) {
+    if (verdict == kGo && in.geometry[Geometry::kNoPlan] != 0) {
+      fill_output(output);
+    }
+    close_call(call, turn, verdict, &output, 1, in.is_registered);
+  }
 }
 
 #else

@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CombineInput& in = exact.combine;
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  const uint32_t verdict = open_call(call, turn);
-  const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
+  const uint32_t verdict = open_call(call, turn, in.geometry[Geometry::kOverflowed] != 0);
+  const unsigned int lost = lost_ranks(world, turn);
   while (verdict == kGo) {
     const uint32_t ticket = warp_ticket(world.state);
     if (ticket >= 2 * kNumFlags) {
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         bool poisoned = false;
         for (int slot = 0; slot < in.num_topk; ++slot) {
           const int64_t rank = exact.slot_rank[token * in.num_topk + slot];
-          if (rank < 0) {
+          poisoned |= rank >= 0 && (lost >> rank & 1) != 0;
+          if (rank < 0 || poisoned) {
             continue;
           }
           const char* staging = slot_of(world, static_cast<int>(rank), turn);
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const Output output = {in.y, in.num_tokens * in.row_bytes, in.poison};
   if (is_last_block(world.state)) {
-    if (verdict == kGo && overflowed) {
+    if (verdict == kGo && in.geometry[Geometry::kNoPlan] != 0) {
       fill_output(output);
     }
     close_call(call, turn, verdict, &output, 1, false);

@@ -65,7 +65,8 @@ struct Terms {
   int count;
   int num_own;
   int peers_before;
-  int place;  // for whoever needs to know which row term j is
+  int place;     // for whoever needs to know which row term j is
+  bool is_lost;  // there is no sum: some rank has lost its rows
   uint64_t address;
   Wide weight;
 };
