@@ -99,8 +99,8 @@ class NodeCalls:
     def _must_not_capture(self, operation: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{operation} waits for the counts of all ranks, which a CUDA graph cannot; give max_rows, or go along a "
-                "handle that was made before the capture."
+                f"{operation} waits for the counts of all ranks, which a CUDA graph cannot; give max_rows, or go along "
+                "a handle that was made before the capture."
             )
 
     def _grow_together(self, header: Header, need_bytes: int) -> None:
