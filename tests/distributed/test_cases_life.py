@@ -71,6 +71,10 @@ GROWTH = [(4, 4), (400, 4), (4, 400)]
 @pytest.mark.parametrize("last_first", [False, True], ids=["first backward first", "last backward first"])
 @setups(2)
 def test_a_batch_that_grows_on_one_rank_while_another_is_pending(ranks: Pools, setup: Setup, last_first: bool) -> None:
+    assert_growth(ranks, setup, last_first)
+
+
+def assert_growth(ranks: Pools, setup: Setup, last_first: bool) -> None:
     by_rank = ranks.run(grow, setup.world, setup, last_first)
     for step, tokens in enumerate(GROWTH):
         expected = dense_values(random_case(tokens, num_experts=4, num_topk=2, hidden=16))
