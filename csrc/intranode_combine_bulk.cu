@@ -8,68 +8,68 @@ namespace {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// The rows of compact row `row` on this rank (-1: none), of which this lane takes number `term`; their count.
+__device__ unsigned int lanes_before() { return (1u << lane_idx()) - 1; }
+
+// By a whole warp: puts the rows of compact row `row` (-1: none) on this rank into the item; returns how many.
 template <typename Wide>
-__device__ int own_terms(const CombineInput& in, int64_t row, int term, uint64_t* address, Wide* weight) {
+__device__ int describe_own(const CombineInput& in, int64_t row, Item<Wide>& item) {
   if (row < 0) {
     return 0;
   }
   const uint64_t rows = reinterpret_cast<uint64_t>(in.rows);
+  const int lane = lane_idx();
   if (!in.expert_major) {
-    if (term == 0) {
-      *address = rows + row * in.row_bytes;
+    if (lane == 0) {
+      item.address[0] = rows + row * in.row_bytes;
     }
     return 1;
   }
-  const int lane = lane_idx();
-  const int mine = lane < in.num_topk ? in.pair_row[row * in.num_topk + lane] : -1;
-  const Wide my_weight = mine >= 0 && in.weights != nullptr ? static_cast<const Wide*>(in.weights)[mine] : Wide(0);
+  const int64_t mine = lane < in.num_topk ? in.pair_row[row * in.num_topk + lane] : -1;
   const unsigned int mask = __ballot_sync(kFullWarp, mine >= 0);
-  const int count = __popc(mask);
-  const bool takes = term >= 0 && term < count;
-  const int slot = takes ? nth_bit(mask, term) : 0;
-  const int64_t place = __shfl_sync(kFullWarp, mine, slot);
-  const Wide its_weight = __shfl_sync(kFullWarp, my_weight, slot);
-  if (takes) {
-    *address = rows + place * in.row_bytes;
-    *weight = its_weight;
+  if (mine >= 0) {
+    const int term = __popc(mask & lanes_before());
+    item.address[term] = rows + mine * in.row_bytes;
+    if (in.weights != nullptr) {
+      item.weight[term] = static_cast<const Wide*>(in.weights)[mine];
+    }
   }
-  return count;
+  return __popc(mask);
 }
 
 // What a peer's token needs from this rank.
 template <typename Wide>
-__device__ Terms<Wide> terms_for_peer(const CombineInput& in, int64_t row) {
-  Terms<Wide> terms = {};
-  terms.count = terms.num_own = own_terms(in, row, lane_idx(), &terms.address, &terms.weight);
-  return terms;
+__device__ int describe_for_peer(const CombineInput& in, int64_t row, Item<Wide>& item) {
+  const int count = describe_own(in, row, item);
+  if (lane_idx() == 0) {
+    item.count = item.num_own = count;
+    item.peers_before = 0;
+    item.is_lost = false;
+  }
+  return count;
 }
 
-// What an own token needs from all ranks, ascending.
+// What an own token needs from all ranks.
 template <typename Wide>
-__device__ Terms<Wide> terms_at_home(const World& world, const CombineInput& in, const Turn& turn, unsigned int lost,
-                                     int64_t token) {
-  const int lane = lane_idx(), size = world.size;
-  const int row = lane < size ? in.token_row[token * size + lane] : -1;
-  Terms<Wide> terms = {};
-  terms.is_lost = __any_sync(kFullWarp, row >= 0 && (lost >> lane & 1) != 0);
-  if (terms.is_lost) {
-    return terms;
-  }
-  uint64_t staged = 0;
+__device__ int describe_at_home(const World& world, const CombineInput& in, const Turn& turn, unsigned int lost,
+                                int64_t token, Item<Wide>& item) {
+  const int lane = lane_idx();
+  const int its_row = lane < world.size ? in.token_row[token * world.size + lane] : -1;
+  const bool is_lost = __any_sync(kFullWarp, its_row >= 0 && (lost >> lane & 1) != 0);
+  const int row = is_lost ? -1 : its_row;
+  const unsigned int peers = __ballot_sync(kFullWarp, row >= 0 && lane != world.rank);
+  const int num_own = describe_own(in, __shfl_sync(kFullWarp, row, world.rank), item);
   if (row >= 0 && lane != world.rank) {
-    staged = reinterpret_cast<uint64_t>(peer_row(world, in, turn, lane, row));
+    item.address[num_own + __popc(peers & lanes_before())] =
+        reinterpret_cast<uint64_t>(peer_row(world, in, turn, lane, row));
   }
-  const unsigned int peers = __ballot_sync(kFullWarp, staged != 0);
-  terms.num_own = own_terms(in, __shfl_sync(kFullWarp, row, world.rank), lane, &terms.address, &terms.weight);
-  terms.peers_before = __popc(peers & ((1u << world.rank) - 1));
-  terms.count = terms.num_own + __popc(peers);
-  const bool is_peer = lane >= terms.num_own && lane < terms.count;
-  const uint64_t its_address = __shfl_sync(kFullWarp, staged, is_peer ? nth_bit(peers, lane - terms.num_own) : 0);
-  if (is_peer) {
-    terms.address = its_address;
+  const int count = num_own + __popc(peers);
+  if (lane == 0) {
+    item.count = count;
+    item.num_own = num_own;
+    item.is_lost = is_lost;
+    item.peers_before = __popc(peers & ((1u << world.rank) - 1));
   }
-  return terms;
+  return count;
 }
 
 // A sum of pieces, as one thread has it.
@@ -118,32 +118,31 @@ struct PieceSum {
   }
 };
 
-// By the adding warps of a team: adds up output rows [first, end); `terms_of(i)` are those of row i, `out_of(i)` is
-// where it goes, `bias_of(i, j)` its first terms, or null. The own sum comes first: one accumulator serves both sums.
-template <int kTeam, typename Elem, typename TermsOf, typename OutOf, typename BiasOf>
-__device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t first, int64_t end, TermsOf terms_of,
-                         OutOf out_of, BiasOf bias_of) {
-  using Wide = typename RowMath<Elem>::Wide;
-  for (int64_t item = first; item < end; ++item) {
-    const Terms<Wide> terms = terms_of(item);
-    const int num_peers = terms.count - terms.num_own;
-    char* out = out_of(item);
+// By the adding warps of a team: adds up output rows [first, end); `out_of(i)` is where row i goes, `bias_of(i, j)` its
+// first terms, or null. The own sum comes first: one accumulator serves both sums.
+template <int kTeam, typename Elem, typename Wide, typename OutOf, typename BiasOf>
+__device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_t first, int64_t end, OutOf out_of,
+                         BiasOf bias_of) {
+  for (int64_t row = first; row < end; ++row) {
+    const Item<Wide>& item = team.next_item();
+    const int num_own = item.num_own, num_peers = item.count - num_own, peers_before = item.peers_before;
+    char* out = out_of(row);
     for (int64_t offset = 0; offset < in.row_bytes; offset += team.cut.piece_bytes) {
       const int64_t ends = min64(offset + team.cut.piece_bytes, in.row_bytes);
       PieceSum<Elem> sum;
       uint4 own[kRingLoads], term[kRingLoads];
 #pragma unroll 1
-      for (int j = 0; j < terms.num_own; ++j) {
+      for (int j = 0; j < num_own; ++j) {
         team.take(own);
         if (in.weights != nullptr) {
-          sum.add_product(own, __shfl_sync(kFullWarp, terms.weight, j));
-        } else if (terms.num_own > 1) {
+          sum.add_product(own, item.weight[j]);
+        } else if (num_own > 1) {
           sum.add(own);
         }
       }
       if (!sum.is_empty) {
         sum.finish(own);
-      } else if (terms.num_own == 0) {
+      } else if (num_own == 0) {
 #pragma unroll
         for (int i = 0; i < kRingLoads; ++i) {
           own[i] = make_uint4(0, 0, 0, 0);
@@ -151,7 +150,7 @@ __device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t firs
       }
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {
-        const char* bias = bias_of(item, i);
+        const char* bias = bias_of(row, i);
         if (bias != nullptr) {
 #pragma unroll
           for (int j = 0; j < kRingLoads; ++j) {
@@ -161,7 +160,7 @@ __device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t firs
           sum.add(term);
         }
       }
-      if (terms.is_lost) {
+      if (item.is_lost) {
         const uint32_t low = static_cast<uint32_t>(in.poison), high = static_cast<uint32_t>(in.poison >> 32);
 #pragma unroll
         for (int i = 0; i < kRingLoads; ++i) {
@@ -170,7 +169,7 @@ __device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t firs
       } else if (!sum.is_empty || num_peers > 0) {
 #pragma unroll 1
         for (int j = 0; j <= num_peers; ++j) {
-          if (j == terms.peers_before && terms.num_own > 0) {
+          if (j == peers_before && num_own > 0) {
             sum.add(own);
           }
           if (j < num_peers) {
@@ -188,6 +187,7 @@ __device__ void add_rows(Team<kTeam>& team, const CombineInput& in, int64_t firs
         }
       }
     }
+    team.release_item();
   }
 }
 
@@ -203,16 +203,18 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
     moe_ep_combine_bulk(const __grid_constant__ Call call, const __grid_constant__ CombineInput in, const Cut cut) {
   using Wide = typename RowMath<Elem>::Wide;
   extern __shared__ __align__(128) char shared[];
-  __shared__ TeamBarriers barriers[kNumTeams<kTeam>];
+  __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  Team<kTeam> team(shared, barriers, cut);
+  Team<kTeam, Wide> team(shared, states, cut);
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
   const uint32_t verdict = open_call(call, turn, overflowed);
   const unsigned int lost = lost_ranks(world, turn);
   const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
-  const auto peer_terms = [&](int64_t row) { return terms_for_peer<Wide>(in, row); };
-  const auto home_terms = [&](int64_t token) { return terms_at_home<Wide>(world, in, turn, lost, token); };
+  const auto for_peer = [&](int64_t row, Item<Wide>& item) { return describe_for_peer(in, row, item); };
+  const auto at_home = [&](int64_t token, Item<Wide>& item) {
+    return describe_at_home(world, in, turn, lost, token, item);
+  };
   if (verdict == kGo && team.fetches()) {
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
@@ -228,10 +230,10 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       fence_copy_engine();
       if (work.kind == CombineWork::kReduce && !in.is_registered && !overflowed) {
         const Span span = rows_to_reduce(world, in, work);
-        team.fetch(in.row_bytes, span.first, span.first + span.count, peer_terms);
+        team.fetch(in.row_bytes, span.first, span.first + span.count, for_peer);
       } else if (work.kind == CombineWork::kHome) {
         const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
-        team.fetch(in.row_bytes, span.first, span.first + span.count, home_terms);
+        team.fetch(in.row_bytes, span.first, span.first + span.count, at_home);
       }
     }
   } else if (verdict == kGo) {
@@ -247,8 +249,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
             slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
         if (!overflowed) {
           add_rows<kTeam, Elem>(
-              team, in, span.first, span.first + span.count, peer_terms,
-              [&](int64_t row) { return staging + row * in.row_bytes; },
+              team, in, span.first, span.first + span.count, [&](int64_t row) { return staging + row * in.row_bytes; },
               [](int64_t, int) -> const char* { return nullptr; });
         }
         fence_copy_engine();
@@ -261,8 +262,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       } else if (work.kind == CombineWork::kHome) {
         const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
         add_rows<kTeam, Elem>(
-            team, in, span.first, span.first + span.count, home_terms,
-            [&](int64_t token) { return in.y + token * in.row_bytes; },
+            team, in, span.first, span.first + span.count, [&](int64_t token) { return in.y + token * in.row_bytes; },
             [&](int64_t token, int i) { return in.bias[i] == nullptr ? nullptr : in.bias[i] + token * in.row_bytes; });
       }
     }

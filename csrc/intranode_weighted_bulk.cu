@@ -11,47 +11,47 @@ namespace {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Term 0 is x; term 1 + n is made row number n, in slot order, which lane 1 + n knows with its place and weight.
-// `count` is what is fetched: x alone where no gradient of the weights is wanted.
+// Term 0 is x; term 1 + n is made row number n, in slot order. Place and weight number n are those of row n. What is
+// fetched is x alone where no gradient of the weights is wanted.
 template <typename Wide>
-__device__ Terms<Wide> terms_of_row(const MoveInput& in, const MoveWeights& w, const Place& source, int64_t row) {
+__device__ int describe_row(const MoveInput& in, const MoveWeights& w, const Place& source, int64_t row,
+                            Item<Wide>& item) {
   const int lane = lane_idx();
   const int mine = lane < in.num_topk ? in.pair_row[row * in.num_topk + lane] : -1;
-  const Wide my_weight = mine >= 0 ? static_cast<const Wide*>(w.weights)[mine] : Wide(0);
   const unsigned int mask = __ballot_sync(kFullWarp, mine >= 0);
-  const int num_places = __popc(mask);
-  const int slot = lane > 0 && lane <= num_places ? nth_bit(mask, lane - 1) : 0;
-  Terms<Wide> terms = {};
-  terms.place = __shfl_sync(kFullWarp, mine, slot);
-  terms.weight = __shfl_sync(kFullWarp, my_weight, slot);
-  terms.num_own = num_places;
-  terms.count = num_places == 0 ? 0 : w.rows == nullptr ? 1 : 1 + num_places;
-  terms.address = lane == 0 ? reinterpret_cast<uint64_t>(source.rows + in.recv_token[row] * source.stride_bytes)
-                            : reinterpret_cast<uint64_t>(w.rows) + terms.place * in.rows[0].row_bytes;
-  return terms;
+  if (mine >= 0) {
+    const int number = __popc(mask & ((1u << lane) - 1));
+    item.place[number] = mine;
+    item.weight[number] = static_cast<const Wide*>(w.weights)[mine];
+    item.address[1 + number] = reinterpret_cast<uint64_t>(w.rows) + mine * in.rows[0].row_bytes;
+  }
+  const int num_places = __popc(mask), count = w.rows == nullptr ? 1 : 1 + num_places;
+  if (lane == 0) {
+    item.address[0] = reinterpret_cast<uint64_t>(source.rows + in.recv_token[row] * source.stride_bytes);
+    item.num_own = num_places;
+    item.count = count;
+  }
+  return count;
 }
 
 // By the adding warps of a team: compact rows [first, end).
-template <int kTeam, typename Elem, typename TermsOf>
-__device__ void weigh_rows(Team<kTeam>& team, const MoveInput& in, const MoveWeights& w, int64_t first, int64_t end,
-                           TermsOf terms_of, typename RowMath<Elem>::Wide (*partial)[kMaxTerms]) {
+template <int kTeam, typename Elem, typename Wide>
+__device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const MoveWeights& w, int64_t first,
+                           int64_t end, Wide (*partial)[kMaxTerms]) {
   using Math = RowMath<Elem>;
-  using Wide = typename Math::Wide;
   const int64_t row_bytes = in.rows[0].row_bytes;
-  for (int64_t item = first; item < end; ++item) {
-    const Terms<Wide> terms = terms_of(item);
-    if (terms.count == 0) {
-      continue;
-    }
+  for (int64_t row = first; row < end; ++row) {
+    const Item<Wide>& item = team.next_item();
+    const int num_places = item.num_own;
     Wide dots = 0;  // lane j: of place j, over the pieces so far
     for (int64_t offset = 0; offset < row_bytes; offset += team.cut.piece_bytes) {
       const int64_t ends = min64(offset + team.cut.piece_bytes, row_bytes);
       uint4 x[kRingLoads], made[kRingLoads];
       team.take(x);
 #pragma unroll 1
-      for (int j = 0; j < terms.num_own; ++j) {
-        const int64_t place = __shfl_sync(kFullWarp, terms.place, j + 1);
-        const Wide weight = __shfl_sync(kFullWarp, terms.weight, j + 1);
+      for (int j = 0; j < num_places; ++j) {
+        const int64_t place = item.place[j];
+        const Wide weight = item.weight[j];
         if (w.rows != nullptr) {
           team.take(made);
           Wide dot = 0;
@@ -76,20 +76,19 @@ __device__ void weigh_rows(Team<kTeam>& team, const MoveInput& in, const MoveWei
         }
       }
     }
-    if (w.rows == nullptr) {
-      continue;
-    }
-    partial[team.thread() / 32][lane_idx()] = dots;
-    team.sync_adders();
-    const int place = __shfl_down_sync(kFullWarp, terms.place, 1);
-    if (team.thread() < terms.num_own) {
-      Wide sum = 0;
-      for (int warp = 0; warp < kTeam; ++warp) {
-        sum += partial[warp][team.thread()];
+    if (w.rows != nullptr) {
+      partial[team.thread() / 32][lane_idx()] = dots;
+      team.sync_adders();
+      if (team.thread() < num_places) {
+        Wide sum = 0;
+        for (int warp = 0; warp < kTeam; ++warp) {
+          sum += partial[warp][team.thread()];
+        }
+        static_cast<Wide*>(w.grad_weights)[item.place[team.thread()]] = sum;
       }
-      static_cast<Wide*>(w.grad_weights)[place] = sum;
+      team.sync_adders();
     }
-    team.sync_adders();
+    team.release_item();
   }
 }
 
@@ -99,18 +98,14 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
                               const __grid_constant__ MoveWeights w, const Cut cut) {
   using Wide = typename RowMath<Elem>::Wide;
   extern __shared__ __align__(128) char shared[];
-  __shared__ TeamBarriers barriers[kNumTeams<kTeam>];
+  __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
   __shared__ Wide partial[kNumTeams<kTeam>][kTeam][kMaxTerms];
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  Team<kTeam> team(shared, barriers, cut);
+  Team<kTeam, Wide> team(shared, states, cut);
   const uint32_t verdict = open_call(call, turn);
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
   const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
-  const auto terms_from = [&](int source) {
-    const Place place = source_place(world, in, turn, source, 0);
-    return [&, place](int64_t row) { return terms_of_row<Wide>(in, w, place, row); };
-  };
   if (verdict == kGo && team.fetches()) {
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
@@ -126,7 +121,9 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       if (pulls) {
         fence_copy_engine();
         const Span span = rows_of(world, in, work);
-        team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count, terms_from(work.source));
+        const Place source = source_place(world, in, turn, work.source, 0);
+        team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
+                   [&](int64_t row, Item<Wide>& item) { return describe_row(in, w, source, row, item); });
       }
     }
   } else if (verdict == kGo) {
@@ -151,8 +148,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         }
       } else if (work.kind == MoveWork::kPull && !overflowed) {
         const Span span = rows_of(world, in, work);
-        weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, terms_from(work.source),
-                                partial[team.number()]);
+        weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, partial[team.number()]);
       } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
         const Span span = padding_of(world, in, work);
         pad_rows(in, span, team.thread(), kTeam * 32);

@@ -11,7 +11,7 @@
 namespace moe_ep {
 
 constexpr int kRingLoads = 4;  // of 16 bytes that a thread takes from a stage
-constexpr int kRingBytes = 216 * 1024;
+constexpr int kRingBytes = 204 * 1024;
 constexpr int kMaxRingStages = 16;
 constexpr int kMaxTerms = 32;
 constexpr uint32_t kNoTicket = ~0u;
@@ -57,46 +57,55 @@ inline void for_team(int64_t row_bytes, Launch launch) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// What an output row is made of, as the lanes of a warp know it: lane j holds term j. This rank's own terms are the
-// first; a sum adds them apart, in slot order, and rounds. Then come the sums of the peers, ascending, with the own one
-// in its place behind `peers_before` of them.
+// What an output row is made of. This rank's own terms are the first; a sum adds them apart, in slot order, and rounds.
+// Then come the sums of the peers, ascending, with the own one in its place behind `peers_before` of them.
 template <typename Wide>
-struct Terms {
+struct Item {
   int count;
   int num_own;
   int peers_before;
-  int place;     // for whoever needs to know which row term j is
-  bool is_lost;  // there is no sum: some rank has lost its rows
-  uint64_t address;
-  Wide weight;
+  bool is_lost;          // a rank that the row needs gave its rows up
+  int place[kMaxTerms];  // for whoever needs to know which row a term is
+  uint64_t address[kMaxTerms];
+  Wide weight[kMaxTerms];
 };
 
-// One team's shared memory: stages of rows, and the tickets that the fetching warp has taken. `full` is for whoever
-// adds, `empty` for whoever fetches.
-struct TeamBarriers {
+// One team's part of shared memory beside its stages. `full` is for the warps that add, `empty` for the one that
+// fetches. Tickets and items are handed on in rings of their own.
+constexpr int kItems = 4;
+
+template <typename Wide>
+struct TeamState {
   uint64_t full[kMaxRingStages], empty[kMaxRingStages];
+  uint64_t item_full[kItems], item_empty[kItems];
   uint64_t ticket_full[2], ticket_empty[2];
   uint32_t tickets[2];
+  Item<Wide> items[kItems];
 };
 
-template <int kTeam>
+template <int kTeam, typename Wide>
 struct Team {
-  TeamBarriers& barriers;
+  TeamState<Wide>& state;
   char* stages;
   Cut cut;
   int stage = 0;
   uint32_t parity = 0;
+  uint32_t num_items = 0;
   uint32_t num_tickets = 0;
 
   // By all threads of a block; `shared` holds kRingBytes.
-  __device__ Team(char* shared, TeamBarriers* all, const Cut& how) : barriers(all[number()]), cut(how) {
+  __device__ Team(char* shared, TeamState<Wide>* all, const Cut& how) : state(all[number()]), cut(how) {
     stages = shared + static_cast<int64_t>(number()) * how.num_stages * how.stage_bytes;
     if (fetches() && lane_idx() < kMaxRingStages) {
-      init_barrier(&barriers.full[lane_idx()], 1);
-      init_barrier(&barriers.empty[lane_idx()], kTeam);
+      init_barrier(&state.full[lane_idx()], 1);
+      init_barrier(&state.empty[lane_idx()], kTeam);
+      if (lane_idx() < kItems) {
+        init_barrier(&state.item_full[lane_idx()], 1);
+        init_barrier(&state.item_empty[lane_idx()], kTeam);
+      }
       if (lane_idx() < 2) {
-        init_barrier(&barriers.ticket_full[lane_idx()], 1);
-        init_barrier(&barriers.ticket_empty[lane_idx()], kTeam);
+        init_barrier(&state.ticket_full[lane_idx()], 1);
+        init_barrier(&state.ticket_empty[lane_idx()], kTeam);
       }
     }
     fence_copy_engine();
@@ -108,25 +117,26 @@ struct Team {
   // Of a thread that adds, among those of its team.
   __device__ static int thread() { return warp_idx() % (kTeam + 1) * 32 + lane_idx(); }
 
-  __device__ void next_stage() {
-    if (++stage == cut.num_stages) {
-      stage = 0;
+  __device__ void skip_stages(int count) {
+    stage += count;
+    if (stage >= cut.num_stages) {
+      stage -= cut.num_stages;
       parity ^= 1;
     }
   }
 
   // By the fetching warp: takes a ticket, once there is room to hand it on.
-  __device__ uint32_t take_ticket(State* state) {
-    wait_barrier(&barriers.ticket_empty[num_tickets % 2], (num_tickets / 2 + 1) % 2);
-    return warp_ticket(state);
+  __device__ uint32_t take_ticket(State* rank_state) {
+    wait_barrier(&state.ticket_empty[num_tickets % 2], (num_tickets / 2 + 1) % 2);
+    return warp_ticket(rank_state);
   }
 
   // By the fetching warp: tells the adding warps. kNoTicket: nothing comes any more.
   __device__ void hand_on(uint32_t ticket) {
     const uint32_t slot = num_tickets % 2;
     if (lane_idx() == 0) {
-      barriers.tickets[slot] = ticket;
-      arrive(&barriers.ticket_full[slot]);
+      state.tickets[slot] = ticket;
+      arrive(&state.ticket_full[slot]);
     }
     ++num_tickets;
     __syncwarp();
@@ -135,40 +145,68 @@ struct Team {
   // By the adding warps: the same tickets.
   __device__ uint32_t get_ticket() {
     const uint32_t slot = num_tickets % 2;
-    wait_barrier(&barriers.ticket_full[slot], num_tickets / 2 % 2);
-    const uint32_t ticket = *static_cast<volatile uint32_t*>(&barriers.tickets[slot]);
+    wait_barrier(&state.ticket_full[slot], num_tickets / 2 % 2);
+    const uint32_t ticket = *static_cast<volatile uint32_t*>(&state.tickets[slot]);
     __syncwarp();
     if (lane_idx() == 0) {
-      arrive(&barriers.ticket_empty[slot]);
+      arrive(&state.ticket_empty[slot]);
     }
     ++num_tickets;
     return ticket;
   }
 
-  // By the fetching warp: brings the terms of output rows [first, end), piece by piece.
-  template <typename TermsOf>
-  __device__ void fetch(int64_t row_bytes, int64_t first, int64_t end, TermsOf terms_of) {
-    for (int64_t item = first; item < end; ++item) {
-      const auto terms = terms_of(item);
-      for (int64_t offset = 0; offset < row_bytes && terms.count > 0; offset += cut.piece_bytes) {
+  // By the fetching warp: says what output rows [first, end) are made of (`describe(row, item)`, by all lanes) and
+  // brings their terms, piece by piece, a lane a term.
+  template <typename Describe>
+  __device__ void fetch(int64_t row_bytes, int64_t first, int64_t end, Describe describe) {
+    for (int64_t row = first; row < end; ++row) {
+      const uint32_t slot = num_items % kItems;
+      wait_barrier(&state.item_empty[slot], (num_items / kItems + 1) % 2);
+      Item<Wide>& item = state.items[slot];
+      const int count = describe(row, item);
+      __syncwarp();
+      if (lane_idx() == 0) {
+        arrive(&state.item_full[slot]);
+      }
+      ++num_items;
+      for (int64_t offset = 0; offset < row_bytes; offset += cut.piece_bytes) {
         const uint32_t num_bytes = static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset));
-        for (int term = 0; term < terms.count; ++term) {
-          const uint64_t address = __shfl_sync(kFullWarp, terms.address, term);
-          wait_barrier(&barriers.empty[stage], parity ^ 1);
-          if (lane_idx() == 0) {
-            load_bulk(stages + stage * cut.stage_bytes, reinterpret_cast<const char*>(address) + offset, num_bytes,
-                      &barriers.full[stage]);
+        for (int begin = 0; begin < count; begin += cut.num_stages) {
+          const int batch = min(count - begin, cut.num_stages);
+          if (lane_idx() < batch) {
+            const bool wraps = stage + lane_idx() >= cut.num_stages;
+            const int mine = stage + lane_idx() - (wraps ? cut.num_stages : 0);
+            wait_barrier(&state.empty[mine], parity ^ (wraps ? 0 : 1));
+            load_bulk(stages + mine * cut.stage_bytes,
+                      reinterpret_cast<const char*>(item.address[begin + lane_idx()]) + offset, num_bytes,
+                      &state.full[mine]);
           }
-          next_stage();
+          __syncwarp();
+          skip_stages(batch);
         }
       }
     }
   }
 
+  // By the adding warps: what the next output row is made of, until `release`.
+  __device__ const Item<Wide>& next_item() {
+    const uint32_t slot = num_items % kItems;
+    wait_barrier(&state.item_full[slot], num_items / kItems % 2);
+    return state.items[slot];
+  }
+
+  __device__ void release_item() {
+    __syncwarp();
+    if (lane_idx() == 0) {
+      arrive(&state.item_empty[num_items % kItems]);
+    }
+    ++num_items;
+  }
+
   // By the adding warps: takes this thread's part of the next piece. Behind the end of a piece there are bytes of
   // something else, which nobody may use.
   __device__ void take(uint4 (&out)[kRingLoads]) {
-    wait_barrier(&barriers.full[stage], parity);
+    wait_barrier(&state.full[stage], parity);
     const uint4* piece = reinterpret_cast<const uint4*>(stages + stage * cut.stage_bytes);
 #pragma unroll
     for (int i = 0; i < kRingLoads; ++i) {
@@ -177,9 +215,9 @@ struct Team {
     }
     __syncwarp();
     if (lane_idx() == 0) {
-      arrive(&barriers.empty[stage]);
+      arrive(&state.empty[stage]);
     }
-    next_stage();
+    skip_stages(1);
   }
 
   // Where this thread's 16 bytes number i of a piece lie in the row.
@@ -194,9 +232,6 @@ struct Team {
     }
   }
 };
-
-// By a whole warp: the n-th bit that is set.
-__device__ inline int nth_bit(unsigned int mask, int n) { return static_cast<int>(__fns(mask, 0, n + 1)); }
 
 #endif
 
