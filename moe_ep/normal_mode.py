@@ -66,7 +66,7 @@ class _Event:
         """Calls in the block leave the current stream alone where an event is asked for, and keep `config`'s SMs."""
         backend.joins_stream = not self.async_finish
         if config is not None:
-            backend.num_sms = config.num_sms
+            backend.num_sms = max(1, config.num_sms)
         try:
             yield
         finally:

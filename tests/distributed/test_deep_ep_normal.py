@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,15 @@ def calc_diff(a: Tensor, b: Tensor) -> float:
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
 
-class _Case:
-    """Routing of one rank, and of all of them for the recounts."""
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "intranode" else "cpu"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+
+class Routed:
+    """Routing of one rank where the backend works, and of all of them, on the CPU, for the recounts."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        device = self.device = device_of(backend)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.num_experts = 4 * self.world
         self.num_local = 4
@@ -39,12 +45,12 @@ class _Case:
             ids = scores.topk(NUM_TOPK, dim=1).indices
             ids[torch.rand(ids.shape, generator=g) < 0.1] = -1
             self.ids.append(ids)
-        self.topk_idx = self.ids[self.rank]
+        self.topk_idx = self.ids[self.rank].to(device, copy=True)
         g = torch.Generator().manual_seed(200 + self.rank)
-        self.x = torch.randn(NUM_TOKENS, HIDDEN, generator=g).bfloat16()
-        self.x_rank = torch.full((NUM_TOKENS, HIDDEN), float(self.rank + 1)).bfloat16()
-        self.weights = torch.randn(NUM_TOKENS, NUM_TOPK, generator=g).abs()
-        self.weights_rank = torch.full((NUM_TOKENS, NUM_TOPK), float(self.rank + 1))
+        self.x = torch.randn(NUM_TOKENS, HIDDEN, generator=g).bfloat16().to(device)
+        self.x_rank = torch.full((NUM_TOKENS, HIDDEN), float(self.rank + 1), device=device).bfloat16()
+        self.weights = torch.randn(NUM_TOKENS, NUM_TOPK, generator=g).abs().to(device)
+        self.weights_rank = torch.full((NUM_TOKENS, NUM_TOPK), float(self.rank + 1), device=device)
 
     def ranks_of(self, ids: Tensor) -> list[set[int]]:
         return [{int(e) // self.num_local for e in row if e >= 0} for row in ids]
@@ -59,8 +65,8 @@ class _Case:
         ]
 
 
-def _layout(group: dist.ProcessGroup, backend: str) -> None:
-    case = _Case(group)
+def check_layout(group: dist.ProcessGroup, backend: str) -> None:
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
     ranks = case.ranks_of(case.topk_idx)
@@ -76,12 +82,12 @@ def _layout(group: dist.ProcessGroup, backend: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_layout_equals_a_recount(ranks: Pools, backend: str, world: int) -> None:  # A1
-    ranks.run(_layout, world, backend)
+    ranks.run(check_layout, world, backend)
 
 
-def _matrix(group: dist.ProcessGroup, backend: str) -> None:
+def check_matrix(group: dist.ProcessGroup, backend: str) -> None:
     """previous_event x async x payload x with and without top-k: A2 to A8 in turn."""
-    case = _Case(group)
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         payloads = {"random": case.x, "rank": case.x_rank, "rank fp8": _column_major_fp8(case.x_rank)}
         for previous, async_mode, (name, x), with_topk in itertools.product(
@@ -104,7 +110,7 @@ def _dequantized(rows: object) -> Tensor:
 
 
 def _one_cell(
-    case: _Case, buffer: deep_ep.Buffer, previous: bool, async_mode: bool, name: str, x: object, with_topk: bool
+    case: Routed, buffer: deep_ep.Buffer, previous: bool, async_mode: bool, name: str, x: object, with_topk: bool
 ) -> None:
     streams = {"async_finish": async_mode, "previous_event": buffer.capture() if previous else None}
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts, **streams)
@@ -127,7 +133,7 @@ def _one_cell(
     first = case.rank * case.num_local
     assert counts == [everyone.count(first + e) for e in range(case.num_local)]  # A2
     if name != "random":
-        expected = torch.tensor([float(source + 1) for source, _ in sources]).unsqueeze(1).expand_as(rows)
+        expected = torch.tensor([float(source + 1) for source, _ in sources]).unsqueeze(1).expand(rows.shape)
         assert_same_bits(rows, expected.bfloat16(), f"source of each row, {name}")  # A3
     assert handle is not None
     prefix = handle[0]
@@ -144,7 +150,7 @@ def _one_cell(
     combined, combined_weights, event = buffer.combine(rows, handle, topk_weights=weights, **streams)
     if async_mode:
         event.current_stream_wait()
-    num_ranks = torch.tensor([len(ranks) for ranks in case.ranks_of(case.topk_idx)]).unsqueeze(1)
+    num_ranks = torch.tensor([len(ranks) for ranks in case.ranks_of(case.topk_idx)], device=case.device).unsqueeze(1)
     original = case.x if name == "random" else case.x_rank
     assert calc_diff(combined.float() / num_ranks.clamp(min=1), original * (num_ranks > 0)) < 5e-6  # A8
     if with_topk:
@@ -155,7 +161,7 @@ def _one_cell(
 
 
 def _check_topk(
-    case: _Case,
+    case: Routed,
     idx: Tensor | None,
     weights: Tensor | None,
     counts: list[int] | None,
@@ -167,18 +173,18 @@ def _check_topk(
     assert int(idx.min()) >= -1
     assert int(idx.max()) < case.num_local
     assert [int((idx == e).sum()) for e in range(case.num_local)] == counts  # A4
-    sent = torch.tensor([float(source + 1) for source, _ in sources]).unsqueeze(1)
+    sent = torch.tensor([float(source + 1) for source, _ in sources], device=case.device).unsqueeze(1)
     assert torch.equal(weights, sent.expand_as(weights) * (idx >= 0))  # A5, and 0 where the slot is not local
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_matrix_of_events_payloads_and_topk(ranks: Pools, backend: str, world: int) -> None:  # A2 - A5, A7, A8
-    ranks.run(_matrix, world, backend, timeout_secs=120)
+    ranks.run(check_matrix, world, backend, timeout_secs=120)
 
 
-def _worst_tokens(group: dist.ProcessGroup, backend: str) -> None:
-    case = _Case(group)
+def check_worst_tokens(group: dist.ProcessGroup, backend: str) -> None:
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
         layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
@@ -205,16 +211,16 @@ def _worst_tokens(group: dist.ProcessGroup, backend: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_num_worst_tokens_pads_and_waits_for_nothing(ranks: Pools, backend: str, world: int) -> None:  # A6
-    ranks.run(_worst_tokens, world, backend)
+    ranks.run(check_worst_tokens, world, backend)
 
 
-def _biases(group: dist.ProcessGroup, backend: str) -> None:
+def check_biases(group: dist.ProcessGroup, backend: str) -> None:
     """bias_0 + bias_1, then the ranks ascending, in float32, rounded once; a token without experts gets the biases."""
-    case = _Case(group)
+    case = Routed(group, backend)
     case.topk_idx[0] = -1
     case.ids[case.rank][0] = -1
     g = torch.Generator().manual_seed(7)
-    biases = [torch.randn(NUM_TOKENS, HIDDEN, generator=g).bfloat16() for _ in range(2)]
+    biases = [torch.randn(NUM_TOKENS, HIDDEN, generator=g).bfloat16().to(case.device) for _ in range(2)]
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
         recv, _, _, _, handle, _ = buffer.dispatch(
@@ -233,7 +239,7 @@ def _biases(group: dist.ProcessGroup, backend: str) -> None:
             for token, token_ranks in enumerate(case.ranks_of(case.topk_idx)):
                 terms = [bias[token].float() for bias in used]
                 terms += [(case.x[token].float() * (r + 1)).bfloat16().float() for r in sorted(token_ranks)]
-                total = terms[0] if terms else torch.zeros(HIDDEN)
+                total = terms[0] if terms else torch.zeros(HIDDEN, device=case.device)
                 for term in terms[1:]:
                     total = total + term
                 assert_same_bits(combined[token], total.bfloat16(), f"token {token} with {len(used)} biases")
@@ -242,11 +248,11 @@ def _biases(group: dist.ProcessGroup, backend: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_combine_adds_biases_first_and_rounds_once(ranks: Pools, backend: str, world: int) -> None:  # A9
-    ranks.run(_biases, world, backend)
+    ranks.run(check_biases, world, backend)
 
 
-def _repeats(group: dist.ProcessGroup, backend: str) -> None:
-    case = _Case(group)
+def check_repeats(group: dist.ProcessGroup, backend: str) -> None:
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
         seen = set()
@@ -261,7 +267,9 @@ def _repeats(group: dist.ProcessGroup, backend: str) -> None:
             )
             assert handle is not None
             combined, summed, _ = buffer.combine(recv, handle, weights)  # type: ignore[arg-type]
-            parts = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in (recv, idx, weights, combined, summed)]  # type: ignore[union-attr]
+            parts = [
+                t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in (recv, idx, weights, combined, summed)
+            ]  # type: ignore[union-attr]
             seen.add(b"".join(parts))
         assert len(seen) == 1
 
@@ -269,11 +277,11 @@ def _repeats(group: dist.ProcessGroup, backend: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_twenty_repeats_give_the_same_bytes(ranks: Pools, backend: str, world: int) -> None:  # A10
-    ranks.run(_repeats, world, backend)
+    ranks.run(check_repeats, world, backend)
 
 
-def _alignment(group: dist.ProcessGroup, backend: str) -> None:
-    case = _Case(group)
+def check_alignment(group: dist.ProcessGroup, backend: str) -> None:
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
         layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
@@ -288,12 +296,12 @@ def _alignment(group: dist.ProcessGroup, backend: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expert_alignment_rounds_only_the_reported_counts(ranks: Pools, backend: str, world: int) -> None:
-    ranks.run(_alignment, world, backend)
+    ranks.run(check_alignment, world, backend)
 
 
-def _tuple_of_handle(group: dist.ProcessGroup, backend: str) -> None:
+def check_tuple_of_handle(group: dist.ProcessGroup, backend: str) -> None:
     """The six tensors against loops over tokens and channels."""
-    case = _Case(group)
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, num_sms=6, timeout_secs=20) as buffer:  # 3 channels of 8 tokens
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
         handle = buffer.dispatch(
@@ -321,20 +329,15 @@ def _tuple_of_handle(group: dist.ProcessGroup, backend: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_handle_unpacks_as_deep_eps_tuple(ranks: Pools, backend: str, world: int) -> None:
-    ranks.run(_tuple_of_handle, world, backend)
+    ranks.run(check_tuple_of_handle, world, backend)
 
 
-def _refusals(group: dist.ProcessGroup, backend: str) -> None:
+def check_refused_dispatches(group: dist.ProcessGroup, backend: str) -> None:
     """Each is refused on every rank although only rank 1 errs, and the buffer goes on."""
-    case = _Case(group)
+    case = Routed(group, backend)
     with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
-        good = {
-            "x": case.x, "num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank,
-            "num_tokens_per_expert": per_expert, "topk_idx": case.topk_idx, "topk_weights": case.weights,
-        }  # fmt: skip
-        recv, _, weights, _, handle, _ = buffer.dispatch(**good)  # type: ignore[arg-type]
-        assert handle is not None
+        good = _arguments(case, buffer)
+        recv, _, _, _, handle, _ = buffer.dispatch(**good)
         wrong = [
             ({"is_token_in_rank": None}, "neither a handle nor"),
             ({"topk_weights": None}, "belong together"),
@@ -345,14 +348,30 @@ def _refusals(group: dist.ProcessGroup, backend: str) -> None:
         ]
         for change, sentence in wrong:
             with pytest.raises((ValueError, TypeError), match=f"EP rank 1 refused dispatch: .*{sentence}"):
-                buffer.dispatch(**(good | (change if case.rank == 1 else {})))  # type: ignore[arg-type]
-        bad_combines = [
-            ({"x": recv[1:]}, "handle stands for"),  # type: ignore[index]
+                buffer.dispatch(**(good | (change if case.rank == 1 else {})))
+        assert_same_bits(buffer.dispatch(**good)[0], recv, "a call after the refused ones")  # type: ignore[arg-type]
+
+
+def _arguments(case: Routed, buffer: deep_ep.Buffer) -> dict[str, Any]:
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
+    return {
+        "x": case.x, "num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert, "topk_idx": case.topk_idx, "topk_weights": case.weights,
+    }  # fmt: skip
+
+
+def _refused_combines(group: dist.ProcessGroup, backend: str) -> None:
+    case = Routed(group, backend)
+    with deep_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
+        good = _arguments(case, buffer)
+        recv, _, weights, _, handle, _ = buffer.dispatch(**good)
+        wrong = [
+            ({"x": recv[1:]}, "handle stands for"),
             ({"topk_weights": weights[:, 1:]}, "topk_weights is"),  # type: ignore[index]
             ({"bias": case.x[1:]}, "bias is"),
             ({"bias": case.x.float()}, "bias is"),
         ]
-        for change, sentence in bad_combines:
+        for change, sentence in wrong:
             arguments = {"x": recv, "handle": handle, "topk_weights": weights}
             with pytest.raises((ValueError, TypeError), match=f"EP rank 1 refused combine: .*{sentence}"):
                 buffer.combine(**(arguments | (change if case.rank == 1 else {})))  # type: ignore[arg-type]
@@ -361,4 +380,5 @@ def _refusals(group: dist.ProcessGroup, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_one_rank_gets_wrong_is_refused_on_all(ranks: Pools, backend: str) -> None:
-    ranks.run(_refusals, 2, backend)
+    ranks.run(check_refused_dispatches, 2, backend)
+    ranks.run(_refused_combines, 2, backend)
