@@ -62,7 +62,10 @@ def _fp8_rows(group: dist.ProcessGroup, hidden: int, num_scales: int, scale_dtyp
     case = Routed(group, BACKEND)
     sent = [_fp8(rank, hidden, num_scales, scale_dtype) for rank in range(case.world)]
     where = case.received()
-    expected = [torch.stack([sent[source][kind][token] for source, token in where]) for kind in (0, 1)]
+    expected = []
+    for kind, dtype in enumerate((torch.float8_e4m3fn, scale_dtype)):
+        all_bytes = [tensors[kind].view(torch.uint8) for tensors in sent]
+        expected.append(torch.stack([all_bytes[source][token] for source, token in where]).view(dtype))
     rows, scales = (tensor.cuda() for tensor in sent[case.rank])
     column_major = scales.t().contiguous().t()
     with deep_ep.Buffer(group, backend=BACKEND, timeout_secs=20) as buffer:
