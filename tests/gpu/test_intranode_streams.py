@@ -82,7 +82,7 @@ def _late_ids(group: dist.ProcessGroup, num_steps: int) -> None:  # case T02
     with open_buffer(group, "intranode") as buffer:
         x, idx, _ = make(buffer.rank, 1)
         keep = torch.arange(NUM_TOKENS, device="cuda").unsqueeze(1) % 2 == 0
-        expected = x * copies_of(idx.masked_fill(keep, -1), buffer.group_size)
+        expected = x * copies_of(idx.masked_fill(keep, -1), buffer.group_size) + 0.0  # 0, not -0, for no expert
         for _ in range(num_steps):
             given, rows = idx.clone(), torch.zeros_like(x)
             torch.cuda.synchronize()
@@ -234,7 +234,7 @@ def _previous_event(group: dist.ProcessGroup) -> None:
     """The call waits for the event that it is given, and the stream that made the input need not be the current one."""
     with open_buffer(group, "intranode") as buffer:
         base, idx, weights = make(buffer.rank, 4)
-        expected = base * copies_of(idx, buffer.group_size)
+        expected = base * copies_of(idx, buffer.group_size) + 0.0  # 0, not -0, for no expert
         producer = torch.cuda.Stream()
         for allocate in (False, True):
             x = torch.full_like(base, 7777)
