@@ -22,7 +22,7 @@ TEST_SECS := 2400
 GPU_PYTHON ?= $(BIN)/python
 GPU_NEEDS = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
-.PHONY: help demo test lint types csrc-check csrc-objects unit format clean test-gpu bench-gpu gpu-build
+.PHONY: help demo test lint types csrc-check csrc-objects unit format clean test-gpu bench-gpu sanitize-gpu gpu-build
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -109,6 +109,13 @@ bench-gpu: ## measure dispatch, combine and the layer on the GPUs at hand: a tab
 	else \
 	  echo "bench-gpu: needs two NVIDIA GPUs with NVLink and their driver (nvidia-smi finds none), and nvcc 12 or newer."; \
 	  echo "Nothing was measured."; \
+	fi
+
+sanitize-gpu: ## look for faults of memory and for races in the kernels with compute-sanitizer, on small exchanges
+	@if nvidia-smi -L > /dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory gpu-build && scripts/sanitize.sh $(GPU_PYTHON); \
+	else \
+	  echo "sanitize-gpu: needs an NVIDIA GPU with its driver (nvidia-smi finds none). Nothing was checked."; \
 	fi
 
 gpu-build: $(GPU_NEEDS)

@@ -92,7 +92,7 @@ def wrap_fsdp(
 
 def _shard(module: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> FSDPModule:
     sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
-    if mesh.device_type == "cpu":
+    if mesh.device_type == "cpu" or dist.get_backend(mesh.get_group()) == "gloo":
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return sharded
 

@@ -34,6 +34,11 @@ TIMEOUT_SECS = 30.0  # of a wait that ends well; a test of the limit itself give
 # -- how a test is run ------------------------------------------------------------------------------------------------
 
 
+def device_of(backend: str) -> str:
+    """Where the tensors lie that a test gives to a backend."""
+    return "cuda" if backend == "intranode" else "cpu"
+
+
 @dataclass(frozen=True)
 class Setup:
     """Where a case runs. `recompute` is "none", "non-reentrant" or "reentrant" (torch.utils.checkpoint)."""
@@ -50,7 +55,7 @@ class Setup:
 
     @property
     def device(self) -> str:
-        return "cuda" if self.backend == "intranode" else "cpu"
+        return device_of(self.backend)
 
 
 def setups(*worlds: int, layouts: Sequence[str] = LAYOUTS) -> pytest.MarkDecorator:

@@ -13,9 +13,10 @@ import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.parallel import reduce_gradients
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 
-def _config(num_experts: int = 4, hidden: int = 8) -> MoEConfig:
+def _config(num_experts: int = 4, hidden: int = 8, backend: str = "auto") -> MoEConfig:
     router = RouterConfig(topk=2, score_function="sigmoid", expert_bias=True)
     return MoEConfig(
         hidden_size=hidden,
@@ -23,7 +24,7 @@ def _config(num_experts: int = 4, hidden: int = 8) -> MoEConfig:
         num_experts=num_experts,
         shared_ffn_hidden_size=4,
         router=router,
-        ep=EPConfig(exact=True),  # so that y has the same bits at every EP size
+        ep=EPConfig(exact=True, backend=backend),  # so that y has the same bits at every EP size
     )
 
 
@@ -41,6 +42,7 @@ def _steps(layer: moe_ep.MoELayer, optimizer: torch.optim.Optimizer, num_steps: 
     rank = layer.buffer.rank
     for step in range(num_steps):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = x.to(layer.router.weight.device)
         optimizer.zero_grad()
         layer(x).square().mean().backward()
         reduce_gradients(layer.parameters(), layer.buffer.group)
@@ -48,9 +50,9 @@ def _steps(layer: moe_ep.MoELayer, optimizer: torch.optim.Optimizer, num_steps: 
         layer.update_expert_bias()
 
 
-def _save(group: dist.ProcessGroup, path: str) -> None:
+def save(group: dist.ProcessGroup, path: str, backend: str = "auto") -> None:
     torch.manual_seed(3)
-    layer = moe_ep.MoELayer(_config(), group)
+    layer = moe_ep.MoELayer(_config(backend=backend), group).to(device_of(backend))
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     _steps(layer, optimizer, 2)
     _fill(layer)
@@ -58,9 +60,9 @@ def _save(group: dist.ProcessGroup, path: str) -> None:
     layer.buffer.close()
 
 
-def _load(group: dist.ProcessGroup, path: str) -> dict[str, Tensor]:
+def load(group: dist.ProcessGroup, path: str, backend: str = "auto") -> dict[str, Tensor]:
     torch.manual_seed(99)
-    layer = moe_ep.MoELayer(_config(), group).bfloat16()
+    layer = moe_ep.MoELayer(_config(backend=backend), group).to(device_of(backend), torch.bfloat16)
     layer.experts.float()
     layer.router.float()
     layer.shared_experts.float()  # type: ignore[union-attr]
@@ -72,8 +74,8 @@ def _load(group: dist.ProcessGroup, path: str) -> dict[str, Tensor]:
             assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
     assert layer.router.expert_bias is not None
     assert layer.router.expert_bias.dtype == torch.float32
-    assert torch.equal(layer.router.expert_bias, torch.tensor([0.003, -0.001, 0.0, -0.002]))  # case M03
-    x = torch.linspace(-1, 1, 3 * 8).reshape(3, 8)
+    assert torch.equal(layer.router.expert_bias.cpu(), torch.tensor([0.003, -0.001, 0.0, -0.002]))  # case M03
+    x = torch.linspace(-1, 1, 3 * 8).reshape(3, 8).to(device_of(backend))
     y = layer(x if layer.buffer.rank == 0 else x[:0])  # one batch for the group, so that the GEMMs are the same
     moments = {
         f"{expert}.{name}.{key}": optimizer.state[parameter][key][place]
@@ -88,8 +90,13 @@ def _load(group: dist.ProcessGroup, path: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("saved_at", [1, 2, 4])
 def test_a_checkpoint_loads_at_every_ep_size(ranks: Pools, tmp_path: Path, saved_at: int) -> None:  # case M01
     path = str(tmp_path / "ckpt")
-    ranks.run(_save, saved_at, path)
-    results = {world: ranks.run(_load, world, path) for world in (1, 2, 4)}
+    assert_loads(ranks, path, saved_at, (1, 2, 4))
+
+
+def assert_loads(ranks: Pools, path: str, saved_at: int, worlds: tuple[int, ...], backend: str = "auto") -> None:
+    """Saved at one EP size and loaded at others: the same values, moments and outputs."""
+    ranks.run(save, saved_at, path, backend)
+    results = {world: ranks.run(load, world, path, backend) for world in worlds}
     reference = results[1][0]
     for by_rank in results.values():
         for result in by_rank:
@@ -97,15 +104,15 @@ def test_a_checkpoint_loads_at_every_ep_size(ranks: Pools, tmp_path: Path, saved
                 assert torch.equal(tensor, reference[name]), name
 
 
-def _straight_and_resumed(group: dist.ProcessGroup, path: str) -> None:
+def straight_and_resumed(group: dist.ProcessGroup, path: str, backend: str = "auto") -> None:
     """4 steps, against 2 steps, save, load into a fresh layer, 2 more: the same bits (case M04)."""
     torch.manual_seed(3)
-    straight = moe_ep.MoELayer(_config(), group)
+    straight = moe_ep.MoELayer(_config(backend=backend), group).to(device_of(backend))
     optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
     _steps(straight, optimizer, 2)
     moe_ep.save_checkpoint(path, straight, optimizer, {"step": 2}, group)
     torch.manual_seed(4)
-    resumed = moe_ep.MoELayer(_config(), group)
+    resumed = moe_ep.MoELayer(_config(backend=backend), group).to(device_of(backend))
     other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
     moe_ep.load_checkpoint(path, resumed, other, group)
     _steps(straight, optimizer, 2)
@@ -118,7 +125,7 @@ def _straight_and_resumed(group: dist.ProcessGroup, path: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_has_the_bits_of_a_straight_one(ranks: Pools, tmp_path: Path, world: int) -> None:
-    ranks.run(_straight_and_resumed, world, str(tmp_path / "ckpt"))
+    ranks.run(straight_and_resumed, world, str(tmp_path / "ckpt"))
 
 
 @pytest.mark.filterwarnings("error")

@@ -14,6 +14,7 @@ import moe_ep as deep_ep
 from moe_ep.fp8 import quantize_1x128
 from tests.compare import assert_same_bits
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 HIDDEN, NUM_TOPK, NUM_TOKENS = 256, 4, 24
 BACKENDS = ("torch",)
@@ -24,10 +25,6 @@ def calc_diff(a: Tensor, b: Tensor) -> float:
     """1 - 2 <a', b'> / (|a'|^2 + |b'|^2) in float64, with 1 added to both."""
     x, y = a.double() + 1, b.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
-
-
-def device_of(backend: str) -> str:
-    return "cuda" if backend == "intranode" else "cpu"
 
 
 class Routed:

@@ -17,6 +17,7 @@ from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.reference import dense_moe
 from tests.compare import assert_close, assert_same_bits
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 HIDDEN, NUM_EXPERTS = 16, 8
 TOKENS = (5, 0, 9, 2, 1, 7, 0, 3)  # of rank r, cycled
@@ -67,15 +68,18 @@ def oracle_gradients(full: dict[str, Tensor], idx: Tensor, x: Tensor, rank_of_to
     return {"y": y.detach(), "x": x.grad, **grads}
 
 
-def _against_oracle(group: dist.ProcessGroup, dtype: torch.dtype, alignment: int, exact: bool, mode: str) -> None:
+def against_oracle(
+    group: dist.ProcessGroup, dtype: torch.dtype, alignment: int, exact: bool, mode: str, backend: str = "auto"
+) -> None:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    ep = EPConfig(timeout_secs=20, alignment=alignment, exact=exact)
+    ep = EPConfig(timeout_secs=20, alignment=alignment, exact=exact, backend=backend)
+    device = device_of(backend)
     torch.manual_seed(0)
-    layer = moe_ep.MoELayer(layer_config(ep=ep), group).to(dtype)
+    layer = moe_ep.MoELayer(layer_config(ep=ep), group).to(device, dtype)
     torch.manual_seed(0)
     full = moe_ep.MoELayer(layer_config()).to(dtype).state_dict()  # one rank with all experts, the same values
     tokens = all_tokens(world)
-    x = tokens[rank].to(dtype, copy=True).requires_grad_()
+    x = tokens[rank].to(device, dtype, copy=True).requires_grad_()
     if mode == "plain":
         y = layer(x)
     else:
@@ -83,7 +87,7 @@ def _against_oracle(group: dist.ProcessGroup, dtype: torch.dtype, alignment: int
     ((rank + 1) * y.square().sum() / 2).backward()
 
     x_all = torch.cat(tokens).to(dtype)
-    idx = layer.router(x_all)[0]
+    idx = layer.router(x_all.to(device))[0].cpu()
     rank_of_token = torch.cat([torch.full((len(t),), r) for r, t in enumerate(tokens)])
     expected = oracle_gradients(full, idx, x_all, rank_of_token)
     mine = rank_of_token == rank
@@ -98,6 +102,7 @@ def _against_oracle(group: dist.ProcessGroup, dtype: torch.dtype, alignment: int
     for name in ("router.weight", "shared_experts.gate_up.weight", "shared_experts.down.weight"):
         grad = layer.get_parameter(name).grad
         assert grad is not None
+        grad = grad.cpu()
         dist.all_reduce(grad, group=group)  # replicated: each rank holds its tokens' part
         assert_close(grad, expected[name], tolerance * 20, name)
     layer.buffer.close()
@@ -108,13 +113,13 @@ def _against_oracle(group: dist.ProcessGroup, dtype: torch.dtype, alignment: int
 def test_layer_and_all_gradients_equal_the_dense_oracle(
     ranks: Pools, dtype: torch.dtype, alignment: int, exact: bool, world: int
 ) -> None:
-    ranks.run(_against_oracle, world, dtype, alignment, exact, "plain")
+    ranks.run(against_oracle, world, dtype, alignment, exact, "plain")
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
 def test_recompute_changes_no_gradient(ranks: Pools, mode: str, world: int) -> None:  # case A06
-    ranks.run(_against_oracle, world, torch.float64, 1, False, mode)
+    ranks.run(against_oracle, world, torch.float64, 1, False, mode)
 
 
 def _exact_bits(group: dist.ProcessGroup) -> list[Tensor]:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import moe_ep
-from moe_ep.config import MoEConfig, RouterConfig
+from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.parallel import clip_grad_norm, reduce_gradients
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 X = [[10.0, 11.0], [20.0, 21.0]]  # of rank 0 and rank 1
 
@@ -21,7 +22,7 @@ class _ScaleExperts(nn.Module):
     def __init__(self, buffer: moe_ep.Buffer, num_experts: int) -> None:
         super().__init__()
         mine = torch.tensor(buffer.placement(num_experts).experts_of(buffer.rank), dtype=torch.float32) + 1
-        self.scale = nn.Parameter(mine)
+        self.scale = nn.Parameter(mine.to(device_of(buffer.backend_name)))
         self.scale.allreduce = False  # type: ignore[attr-defined]
         self.buffer, self.num_experts = buffer, num_experts
 
@@ -31,49 +32,51 @@ class _ScaleExperts(nn.Module):
         return moe_ep.combine(self.buffer, rows, out.handle, out.topk_weights)
 
 
-def _expert_scale(group: dist.ProcessGroup, ep: bool) -> list[float]:
+def expert_scale(group: dist.ProcessGroup, ep: bool, backend: str = "auto") -> list[float]:
     """Gradients of the scales for the mean loss, with EP over both ranks or with all experts on each (DP)."""
-    rank = dist.get_rank(group)
-    with moe_ep.Buffer(group if ep else None, timeout_secs=20) as buffer:
+    rank, device = dist.get_rank(group), device_of(backend)
+    with moe_ep.Buffer(group if ep else None, backend=backend, timeout_secs=20) as buffer:
         experts = _ScaleExperts(buffer, 2)
-        x = torch.tensor(X[rank]).unsqueeze(1)
-        experts(x, torch.tensor([[0], [1]]), torch.ones(2, 1)).mean().backward()
+        x, idx = torch.tensor(X[rank], device=device).unsqueeze(1), torch.tensor([[0], [1]], device=device)
+        experts(x, idx, torch.ones(2, 1, device=device)).mean().backward()
         reduce_gradients(experts.parameters(), group, None if ep else group)
         assert experts.scale.grad is not None
         return experts.scale.grad.tolist()
 
 
 def test_expert_gradients_do_not_depend_on_how_the_ranks_are_used(ranks: Pools) -> None:  # case L01
-    with_ep = ranks.run(_expert_scale, 2, True)
+    with_ep = ranks.run(expert_scale, 2, True)
     assert [with_ep[0][0], with_ep[1][0]] == [7.5, 8.0]
-    assert ranks.run(_expert_scale, 2, False) == [[7.5, 8.0]] * 2
+    assert ranks.run(expert_scale, 2, False) == [[7.5, 8.0]] * 2
 
 
-def _sgd(group: dist.ProcessGroup, ep: bool) -> list[float]:
-    rank = dist.get_rank(group)
-    with moe_ep.Buffer(group if ep else None, timeout_secs=20) as buffer:
+def sgd(group: dist.ProcessGroup, ep: bool, backend: str = "auto") -> list[float]:
+    rank, device = dist.get_rank(group), device_of(backend)
+    with moe_ep.Buffer(group if ep else None, backend=backend, timeout_secs=20) as buffer:
         experts = _ScaleExperts(buffer, 2)
         optimizer = torch.optim.SGD(experts.parameters(), lr=1e-3)
         for step in range(5):
             optimizer.zero_grad()
-            x = torch.tensor(X[rank]).unsqueeze(1) + step
-            experts(x, torch.tensor([[0], [1]]), torch.ones(2, 1)).square().mean().backward()
+            x = torch.tensor(X[rank], device=device).unsqueeze(1) + step
+            idx = torch.tensor([[0], [1]], device=device)
+            experts(x, idx, torch.ones(2, 1, device=device)).square().mean().backward()
             reduce_gradients(experts.parameters(), group, None if ep else group)
             optimizer.step()
         return experts.scale.detach().tolist()
 
 
 def test_five_steps_end_in_the_same_parameters_with_ep_and_with_dp(ranks: Pools) -> None:  # case L01
-    with_ep, with_dp = ranks.run(_sgd, 2, True), ranks.run(_sgd, 2, False)
+    with_ep, with_dp = ranks.run(sgd, 2, True), ranks.run(sgd, 2, False)
     torch.testing.assert_close(torch.tensor(with_ep).flatten(), torch.tensor(with_dp[0]), rtol=1e-6, atol=0)
 
 
-def _router_gradient(group: dist.ProcessGroup) -> list[list[float]]:
+def router_gradient(group: dist.ProcessGroup, backend: str = "auto") -> list[list[float]]:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    tokens = torch.tensor([[1.0, 2.0], [2.0, -1.0]])
+    device = device_of(backend)
+    tokens = torch.tensor([[1.0, 2.0], [2.0, -1.0]], device=device)
     config = MoEConfig(hidden_size=2, ffn_hidden_size=1, num_experts=2, router=RouterConfig(topk=2))
-    with moe_ep.Buffer(group, timeout_secs=20) as buffer:
-        router = moe_ep.TopKRouter(config, buffer)
+    with moe_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
+        router = moe_ep.TopKRouter(config, buffer).to(device)
         nn.init.zeros_(router.weight)
         experts = _ScaleExperts(buffer, 2)
         x = tokens if world == 1 else tokens[rank : rank + 1]
@@ -87,7 +90,7 @@ def _router_gradient(group: dist.ProcessGroup) -> list[list[float]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_router_gradient_holds_every_experts_part(ranks: Pools, world: int) -> None:  # case L03
-    for grad in ranks.run(_router_gradient, world):
+    for grad in ranks.run(router_gradient, world):
         torch.testing.assert_close(torch.tensor(grad), torch.tensor([[-0.625, -0.625], [0.625, 0.625]]))
 
 
@@ -148,16 +151,17 @@ def test_an_expert_without_tokens_still_decays(ranks: Pools, world: int) -> None
     assert ranks.run(_skipped_expert, world)[-1][-1] == pytest.approx(3.96, rel=1e-6)
 
 
-def _bias_step(group: dist.ProcessGroup) -> list[float]:
+def bias_step(group: dist.ProcessGroup, backend: str = "auto") -> list[float]:
     """Counts 257 and 256 over the group: integers must not be rounded on the way (case B08)."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     router = RouterConfig(topk=1, score_function="sigmoid", expert_bias=True, bias_update_rate=0.5)
-    config = MoEConfig(hidden_size=4, ffn_hidden_size=2, num_experts=2, router=router)
-    layer = moe_ep.MoELayer(config, group)
+    ep = EPConfig(backend=backend)
+    config = MoEConfig(hidden_size=4, ffn_hidden_size=2, num_experts=2, router=router, ep=ep)
+    layer = moe_ep.MoELayer(config, group).to(device_of(backend))
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]))
     share = range(rank * 513 // world, (rank + 1) * 513 // world)
-    x = torch.tensor([[1.0 if i < 257 else -1.0, 0, 0, 0] for i in share])
+    x = torch.tensor([[1.0 if i < 257 else -1.0, 0, 0, 0] for i in share], device=device_of(backend))
     layer(x).sum().backward()
     with torch.no_grad():
         layer(x)  # evaluation does not count (case B02)
@@ -169,4 +173,4 @@ def _bias_step(group: dist.ProcessGroup) -> list[float]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_bias_step_sees_the_tokens_of_all_ranks(ranks: Pools, world: int) -> None:
-    assert ranks.run(_bias_step, world) == [[-0.5, 0.5]] * world
+    assert ranks.run(bias_step, world) == [[-0.5, 0.5]] * world

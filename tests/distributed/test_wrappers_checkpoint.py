@@ -21,6 +21,7 @@ from moe_ep.layers.wrap import keep_exchange, keep_exchange_contexts
 from tests.compare import assert_same_bits
 from tests.distributed.test_layer import all_tokens, layer_config
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 EXCHANGES = ("plan", "dispatch", "open_combine", "combine", "dispatch_backward", "combine_backward", "all_reduce")
 
@@ -67,18 +68,21 @@ def count_exchanges(buffer: moe_ep.Buffer) -> Counter[str]:
     return counts
 
 
-def _step(group: dist.ProcessGroup, mode: str) -> tuple[dict[str, Tensor], dict[str, int], int]:
+def one_step(
+    group: dist.ProcessGroup, mode: str, backend: str = "auto"
+) -> tuple[dict[str, Tensor], dict[str, int], int]:
     """y and all gradients, exchanges, and how often the experts ran."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(0)
-    layer = moe_ep.MoELayer(layer_config(), group).double()
+    ep = EPConfig(timeout_secs=20, backend=backend)
+    layer = moe_ep.MoELayer(layer_config(ep=ep), group).to(device_of(backend), torch.float64)
     names = list(layer.state_dict())
     runs: list[int] = []
     layer.experts.register_forward_pre_hook(lambda *_: runs.append(1))
     prepare(layer, mode)
     assert list(layer.state_dict()) == names
     counts = count_exchanges(layer.buffer)
-    x = all_tokens(world)[rank].clone().requires_grad_()
+    x = all_tokens(world)[rank].to(device_of(backend), copy=True).requires_grad_()
     y = RUNS[mode](layer, x)
     ((rank + 1) * y.square().sum()).backward()
     assert x.grad is not None
@@ -95,28 +99,34 @@ def _step(group: dist.ProcessGroup, mode: str) -> tuple[dict[str, Tensor], dict[
 def test_recompute_communicates_only_where_the_whole_layer_is_recomputed(
     ranks: Pools, mode: str, world: int
 ) -> None:  # case A06
+    assert_exchanges(ranks, mode, world)
+
+
+def assert_exchanges(ranks: Pools, mode: str, world: int, backend: str = "auto") -> None:
+    """Exchanges, runs of the experts and every bit, against a step without recompute."""
     times = 2 if mode in ("plain", "reentrant") else 1
     expected = {name: 1 if "backward" in name else times for name in EXCHANGES if name != "all_reduce"}
-    plain = ranks.run(_step, world, "none")
-    for (results, counts, num_runs), (unchanged, _, _) in zip(ranks.run(_step, world, mode), plain, strict=True):
+    plain = ranks.run(one_step, world, "none", backend)
+    recomputed = ranks.run(one_step, world, mode, backend)
+    for (results, counts, num_runs), (unchanged, _, _) in zip(recomputed, plain, strict=True):
         assert counts == expected
         assert num_runs == (1 if mode == "none" else 2)
         for name, tensor in unchanged.items():
             assert_same_bits(results[name], tensor, name)
 
 
-def _functional(group: dist.ProcessGroup) -> None:
+def functional(group: dist.ProcessGroup, backend: str = "auto") -> None:
     """A layer that a caller wrote from the functions, with the counts of the group beside it."""
     rank = dist.get_rank(group)
-    buffer = moe_ep.Buffer(group, timeout_secs=20)
+    buffer, device = moe_ep.Buffer(group, backend=backend, timeout_secs=20), device_of(backend)
     g = torch.Generator().manual_seed(rank)
-    x, weights = torch.randn(3 + rank, 8, generator=g), torch.rand(3 + rank, 2, generator=g)
-    idx = torch.randint(0, 4, (3 + rank, 2), generator=g)
+    x, weights = torch.randn(3 + rank, 8, generator=g).to(device), torch.rand(3 + rank, 2, generator=g).to(device)
+    idx = torch.randint(0, 4, (3 + rank, 2), generator=g).to(device)
     runs: list[int] = []
 
     def layer(x: Tensor, weights: Tensor) -> Tensor:
         runs.append(1)
-        total = ops.all_reduce(buffer, torch.tensor([len(x)]))
+        total = ops.all_reduce(buffer, torch.tensor([len(x)], device=device))
         out = moe_ep.dispatch(buffer, x, idx, weights, num_experts=4)
         return moe_ep.combine(buffer, out.x.tanh(), out.handle, out.topk_weights) * total
 
@@ -137,15 +147,19 @@ def _functional(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_selective_checkpointing_keeps_a_functional_exchange(ranks: Pools, world: int) -> None:  # case A06
-    ranks.run(_functional, world)
+    ranks.run(functional, world)
 
 
-def _counts(group: dist.ProcessGroup, mode: str, frozen: str) -> tuple[list[int], list[float]]:
+def counted_tokens(
+    group: dist.ProcessGroup, mode: str, frozen: str, backend: str = "auto"
+) -> tuple[list[int], list[float]]:
     """Four tokens over the ranks: all to expert 0, two to expert 1, one each to experts 2 and 3."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     router = RouterConfig(topk=2, score_function="sigmoid", expert_bias=True, bias_update_rate=0.5)
-    config = MoEConfig(hidden_size=4, ffn_hidden_size=2, num_experts=4, router=router, ep=EPConfig(timeout_secs=20))
-    layer = moe_ep.MoELayer(config, group)
+    config = MoEConfig(
+        hidden_size=4, ffn_hidden_size=2, num_experts=4, router=router, ep=EPConfig(timeout_secs=20, backend=backend)
+    )
+    layer = moe_ep.MoELayer(config, group).to(device_of(backend))
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[2.0, 2, 2, 2], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]))
     prepare(layer, mode)
@@ -153,8 +167,9 @@ def _counts(group: dist.ProcessGroup, mode: str, frozen: str) -> tuple[list[int]
         layer.router.weight.requires_grad_(False)
     if frozen == "layer and x":
         layer.requires_grad_(False)
-    x = torch.eye(4)[rank * 4 // world : (rank + 1) * 4 // world].requires_grad_(not frozen)
-    behind = torch.ones(4, requires_grad=True)
+    device = device_of(backend)
+    x = torch.eye(4, device=device)[rank * 4 // world : (rank + 1) * 4 // world].requires_grad_(not frozen)
+    behind = torch.ones(4, requires_grad=True, device=device)
     RUNS[mode](lambda x: layer(x) * behind, x).sum().backward()
     counts = layer.buffer.all_reduce(layer.router.tokens_per_expert.clone()).tolist()
     layer.update_expert_bias()
@@ -170,14 +185,14 @@ COUNTED = ([4, 2, 1, 1], [-0.5, 0.0, 0.5, 0.5])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_recompute_counts_every_token_once(ranks: Pools, mode: str, world: int) -> None:  # case B01
-    assert ranks.run(_counts, world, mode, "") == [COUNTED] * world
+    assert ranks.run(counted_tokens, world, mode, "") == [COUNTED] * world
 
 
 @pytest.mark.parametrize("frozen", ["router and x", "layer and x"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "reentrant"])  # that one needs an x with a gradient
 def test_recompute_counts_once_where_the_router_needs_no_gradient(ranks: Pools, mode: str, frozen: str) -> None:
     """Case B01: the count hangs on the graph all the same."""
-    assert ranks.run(_counts, 2, mode, frozen) == [COUNTED] * 2
+    assert ranks.run(counted_tokens, 2, mode, frozen) == [COUNTED] * 2
 
 
 def _under_a_flop_counter(group: dist.ProcessGroup) -> None:

@@ -19,6 +19,7 @@ from moe_ep.layers.wrap import keep_exchange_contexts
 from tests.compare import assert_close, assert_same_bits
 from tests.distributed.test_wrappers_checkpoint import count_exchanges
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 HIDDEN = 16
 TOKENS = (6, 5, 9, 4, 13, 7, 3, 8, 11, 5)  # of one rank, step by step; rank r has r more
@@ -76,26 +77,28 @@ def _results(function: Any, block: Block, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": leaf.grad, "counts": block.moe.router.tokens_per_expert.clone(), **grads, **stats}
 
 
-def _compiled_and_eager(
+def compiled_and_eager(
     group: dist.ProcessGroup,
     tokens: tuple[int, ...],
     backend: str,
     rtol: float,
     options: dict[str, Any],
     router: dict[str, Any] | None = None,
+    ep_backend: str = "auto",
 ) -> tuple[list[int], int]:
     """Steps with changing routings and row counts; the frames compiled after each step, and the graph breaks."""
     torch._dynamo.reset()
     counters.clear()
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(0)
-    block = Block(group, **(router or {})).double()
+    buffer = moe_ep.Buffer(group, backend=ep_backend, timeout_secs=60)
+    block = Block(group, buffer, **(router or {})).to(device_of(ep_backend), torch.float64)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(block, backend=counter, **options)
     frames = []
     for step, num_tokens in enumerate(tokens):
         g = torch.Generator().manual_seed(step * world + rank)
-        x = torch.randn(num_tokens + rank, HIDDEN, generator=g, dtype=torch.float64)
+        x = torch.randn(num_tokens + rank, HIDDEN, generator=g, dtype=torch.float64).to(device_of(ep_backend))
         expected = _results(block, block, x)
         actual = _results(compiled, block, x)
         assert actual.keys() == expected.keys()
@@ -113,7 +116,7 @@ def _compiled_and_eager(
 def test_ten_steps_in_one_graph_have_eagers_bits_and_compile_twice(ranks: Pools, world: int) -> None:  # case O01
     """Once for the first number of tokens, once for any number."""
     options = {"fullgraph": True}
-    for frames, breaks in ranks.run(_compiled_and_eager, world, TOKENS, "aot_eager", 0.0, options, timeout_secs=100):
+    for frames, breaks in ranks.run(compiled_and_eager, world, TOKENS, "aot_eager", 0.0, options, timeout_secs=100):
         assert frames[-1] <= 2
         assert breaks == 0
 
@@ -122,7 +125,7 @@ def test_ten_steps_in_one_graph_have_eagers_bits_and_compile_twice(ranks: Pools,
 def test_the_global_aux_loss_is_in_the_graph_with_its_exchange(ranks: Pools, world: int) -> None:  # case O01
     """The counts cross the group inside the graph; the loss needs no gradient from there."""
     arguments = (TOKENS[:4], "aot_eager", 0.0, {"fullgraph": True}, {"global_aux_loss_coef": 0.1})
-    for frames, breaks in ranks.run(_compiled_and_eager, world, *arguments, timeout_secs=100):
+    for frames, breaks in ranks.run(compiled_and_eager, world, *arguments, timeout_secs=100):
         assert frames[-1] <= 2
         assert breaks == 0
 
@@ -141,13 +144,13 @@ def test_a_frozen_router_counts_in_the_graph() -> None:  # case B01, O01
 
 def test_dynamic_from_the_start_compiles_once(ranks: Pools) -> None:  # case O01
     options = {"fullgraph": True, "dynamic": True}
-    for frames, breaks in ranks.run(_compiled_and_eager, 2, TOKENS[:3], "aot_eager", 0.0, options, timeout_secs=100):
+    for frames, breaks in ranks.run(compiled_and_eager, 2, TOKENS[:3], "aot_eager", 0.0, options, timeout_secs=100):
         assert frames[-1] == frames[0]
         assert breaks == 0
 
 
 def test_without_fullgraph_the_graph_breaks_around_dispatch_and_stays_right(ranks: Pools) -> None:  # case O01
-    for frames, breaks in ranks.run(_compiled_and_eager, 2, TOKENS, "aot_eager", 0.0, {}, timeout_secs=100):
+    for frames, breaks in ranks.run(compiled_and_eager, 2, TOKENS, "aot_eager", 0.0, {}, timeout_secs=100):
         assert frames[-1] == frames[2]  # every part once for the first number of tokens and once for any
         assert breaks > 0
 
@@ -155,7 +158,7 @@ def test_without_fullgraph_the_graph_breaks_around_dispatch_and_stays_right(rank
 def test_ranks_may_compile_for_no_token_and_for_one(ranks: Pools) -> None:
     """PyTorch makes graphs of their own for sizes 0 and 1; the other rank meanwhile has another graph."""
     options = {"fullgraph": True}
-    results = ranks.run(_compiled_and_eager, 2, (0, 5, 0), "aot_eager", 0.0, options, timeout_secs=100)
+    results = ranks.run(compiled_and_eager, 2, (0, 5, 0), "aot_eager", 0.0, options, timeout_secs=100)
     assert max(frames[-1] for frames, _ in results) <= 3
 
 
@@ -164,7 +167,7 @@ def test_ranks_may_compile_for_no_token_and_for_one(ranks: Pools) -> None:
 def test_inductor_agrees_with_eager(ranks: Pools) -> None:  # case O01
     """Inductor rounds otherwise (fused products), so the values agree to 1e-12 and not in their bits."""
     options = {"fullgraph": True}
-    results = ranks.run(_compiled_and_eager, 2, TOKENS[:4], "inductor", 1e-12, options, timeout_secs=300)
+    results = ranks.run(compiled_and_eager, 2, TOKENS[:4], "inductor", 1e-12, options, timeout_secs=300)
     assert max(frames[-1] for frames, _ in results) <= 2
 
 
@@ -179,14 +182,16 @@ def test_layers_that_share_a_buffer_share_a_graph() -> None:
     assert counter.frame_count == 1
 
 
-def _recomputed(group: dist.ProcessGroup) -> None:
+def recomputed(group: dist.ProcessGroup, ep_backend: str = "auto") -> None:
     """Selective checkpointing inside the graph: recompute does not communicate there either."""
     torch._dynamo.reset()
     rank = dist.get_rank(group)
     torch.manual_seed(0)
-    block = Block(group).double()
+    buffer = moe_ep.Buffer(group, backend=ep_backend, timeout_secs=60)
+    block = Block(group, buffer).to(device_of(ep_backend), torch.float64)
     counts = count_exchanges(block.moe.buffer)
     x = torch.randn(5 + rank, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    x = x.to(device_of(ep_backend))
     expected = _results(block, block, x)
     counts.clear()
 
@@ -204,7 +209,7 @@ def _recomputed(group: dist.ProcessGroup) -> None:
 
 
 def test_selective_checkpointing_inside_the_graph_keeps_the_exchange(ranks: Pools) -> None:
-    ranks.run(_recomputed, 2, timeout_secs=100)
+    ranks.run(recomputed, 2, timeout_secs=100)
 
 
 def test_autocast_inside_the_graph_has_eagers_bits() -> None:  # case N02

@@ -26,6 +26,7 @@ from moe_ep.layers.wrap import keep_exchange_contexts, wrap_ddp
 from moe_ep.parallel import clip_grad_norm, reduce_gradients, split_parameters
 from tests.compare import assert_same_bits
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 HIDDEN, SEQUENCES, LENGTH, STEPS = 16, 8, 8, 5  # powers of two: the balance losses divide without rounding
 MAX_NORM = 0.05  # far below the norms that occur, so that every step is clipped
@@ -71,13 +72,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Two blocks that share a buffer between two linear maps; the same values on any number of ranks."""
 
-    def __init__(self, ep_group: dist.ProcessGroup | None, recompute: bool = False) -> None:
+    def __init__(self, ep_group: dist.ProcessGroup | None, recompute: bool = False, backend: str = "auto") -> None:
         super().__init__()
         torch.manual_seed(3)
         self.first, self.last = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        buffer = moe_ep.Buffer(ep_group, timeout_secs=30)
+        buffer = moe_ep.Buffer(ep_group, backend=backend, timeout_secs=30)
         self.blocks = nn.ModuleList(Block(buffer, recompute) for _ in range(2))
-        self.double()
+        self.to(device_of(backend), torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -114,11 +115,12 @@ def train(wrapped: Wrapped, rank: int, world: int, num_passes: int) -> list[floa
     replicated, experts = split_parameters(wrapped.model)
     optimizer = torch.optim.AdamW([{"params": replicated}, {"params": experts}], lr=1e-2, weight_decay=0.1)
     share = SEQUENCES // world // num_passes
+    device = wrapped.model.last.weight.device
     norms = []
     for layer in wrapped.model.layers():
         layer.router.aux_loss_scale = 1 / num_passes
     for step in range(STEPS):
-        x, target = batch(step)
+        x, target = (tensor.to(device) for tensor in batch(step))
         optimizer.zero_grad()
         for i in range(num_passes):
             begin = (rank * num_passes + i) * share
@@ -146,31 +148,32 @@ def one_process() -> tuple[dict[str, Tensor], list[float]]:
     return model.state_dict(), norms
 
 
-def make_meshes(ep_size: int) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """All 4 ranks; this rank's EP group; the ranks that hold the same experts."""
-    grid = init_device_mesh("cpu", (4 // ep_size, ep_size), mesh_dim_names=("dp", "ep"))
-    return init_device_mesh("cpu", (4,)), grid["ep"], grid["dp"]
+def make_meshes(ep_size: int, device: str = "cpu") -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    """All ranks; this rank's EP group; the ranks that hold the same experts."""
+    world = dist.get_world_size()
+    grid = init_device_mesh(device, (world // ep_size, ep_size), mesh_dim_names=("dp", "ep"))
+    return init_device_mesh(device, (world,)), grid["ep"], grid["dp"]
 
 
-def check_against_one_process(results: list[tuple[dict[str, Tensor], list[float]]]) -> None:
-    """All ranks that hold a tensor hold the same bits, within 1e-10 of one process's; none is missing."""
+def check_against_one_process(results: list[tuple[dict[str, Tensor], list[float]]], rtol: float = 1e-10) -> None:
+    """All ranks that hold a tensor hold the same bits, within `rtol` of one process's; none is missing."""
     expected, expected_norms = one_process()
     found: dict[str, Tensor] = {}
     for state, norms in results:
-        assert norms == pytest.approx(expected_norms, rel=1e-10)
+        assert norms == pytest.approx(expected_norms, rel=rtol)
         for name, tensor in state.items():
             assert_same_bits(tensor, found.setdefault(name, tensor), name)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-15, msg=name)
+        torch.testing.assert_close(tensor, expected[name], rtol=rtol, atol=1e-15, msg=name)
     assert not torch.equal(found["blocks.0.moe.router.expert_bias"], torch.zeros(8))
 
 
-def _train_in_ddp(
-    group: dist.ProcessGroup, ep_size: int, num_passes: int, recompute: bool
+def train_in_ddp(
+    group: dist.ProcessGroup, ep_size: int, num_passes: int, recompute: bool, backend: str = "auto"
 ) -> tuple[dict[str, Tensor], list[float]]:
-    world, ep, expert_dp = (mesh.get_group() for mesh in make_meshes(ep_size))
-    model = Model(ep, recompute)
+    world, ep, expert_dp = (mesh.get_group() for mesh in make_meshes(ep_size, device_of(backend)))
+    model = Model(ep, recompute, backend)
     wrapped = wrap_ddp(model, world)
     experts = split_parameters(model)[1]
 
@@ -183,7 +186,9 @@ def _train_in_ddp(
     def clip() -> Tensor:
         return clip_grad_norm(model.parameters(), MAX_NORM, ep)
 
-    norms = train(Wrapped(wrapped, model, sync, reduce, clip, world), dist.get_rank(world), 4, num_passes)
+    norms = train(
+        Wrapped(wrapped, model, sync, reduce, clip, world), dist.get_rank(world), dist.get_world_size(world), num_passes
+    )
     model.layers()[0].buffer.close()
     return model.state_dict(), norms
 
@@ -193,7 +198,7 @@ def _train_in_ddp(
 @pytest.mark.parametrize(("num_passes", "recompute"), [(1, False), (2, False), (2, True)])
 def test_five_steps_in_ddp_equal_one_process(ranks: Pools, ep_size: int, num_passes: int, recompute: bool) -> None:
     """Cases L01, L03, L04 and, by bias steps under accumulation and selective recompute, B01."""
-    check_against_one_process(ranks.run(_train_in_ddp, 4, ep_size, num_passes, recompute))
+    check_against_one_process(ranks.run(train_in_ddp, 4, ep_size, num_passes, recompute))
 
 
 def _what_ddp_holds(group: dist.ProcessGroup) -> None:

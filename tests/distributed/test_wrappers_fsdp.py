@@ -28,12 +28,13 @@ from tests.distributed.test_wrappers_ddp import (
     train,
 )
 from tests.ranks import Pools
+from tests.scale_experts import device_of
 
 
-def _sharded(ep_size: int, recompute: bool = False) -> tuple[Model, DeviceMesh]:
+def _sharded(ep_size: int, recompute: bool = False, backend: str = "auto") -> tuple[Model, DeviceMesh]:
     """The model in FSDP2 and this rank's EP mesh."""
-    world, ep, expert_dp = make_meshes(ep_size)
-    model = Model(ep.get_group(), recompute)
+    world, ep, expert_dp = make_meshes(ep_size, device_of(backend))
+    model = Model(ep.get_group(), recompute, backend)
     wrap_fsdp(model, world, expert_dp, blocks=model.blocks)
     return model, ep
 
@@ -43,10 +44,10 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
 
 
-def _train_in_fsdp(
-    group: dist.ProcessGroup, ep_size: int, num_passes: int, recompute: bool
+def train_in_fsdp(
+    group: dist.ProcessGroup, ep_size: int, num_passes: int, recompute: bool, backend: str = "auto"
 ) -> tuple[dict[str, Tensor], list[float]]:
-    model, ep = _sharded(ep_size, recompute)
+    model, ep = _sharded(ep_size, recompute, backend)
 
     def sync(last: bool) -> AbstractContextManager[None]:
         model.set_requires_gradient_sync(last)
@@ -56,7 +57,7 @@ def _train_in_fsdp(
         return clip_grad_norm(model.parameters(), MAX_NORM, ep.get_group())
 
     wrapped = Wrapped(model, model, sync, lambda: None, clip, group)
-    norms = train(wrapped, dist.get_rank(group), 4, num_passes)
+    norms = train(wrapped, dist.get_rank(group), dist.get_world_size(group), num_passes)
     model.layers()[0].buffer.close()
     return _whole(model), norms
 
@@ -66,7 +67,7 @@ def _train_in_fsdp(
 @pytest.mark.parametrize(("num_passes", "recompute"), [(1, False), (2, False), (2, True)])
 def test_five_steps_in_fsdp2_equal_one_process(ranks: Pools, ep_size: int, num_passes: int, recompute: bool) -> None:
     """Cases L01, L03, L04 and, by bias steps under accumulation and selective recompute, B01."""
-    check_against_one_process(ranks.run(_train_in_fsdp, 4, ep_size, num_passes, recompute))
+    check_against_one_process(ranks.run(train_in_fsdp, 4, ep_size, num_passes, recompute))
 
 
 def _placement(group: dist.ProcessGroup) -> None:

@@ -89,6 +89,15 @@ def test_without_a_gpu_the_targets_say_what_they_need_and_count_nothing(tools: P
     assert said in ran.stdout
 
 
+def test_without_compute_sanitizer_nothing_is_checked_and_it_says_so(tools: Path) -> None:
+    if Path("/usr/local/cuda/bin/compute-sanitizer").exists():
+        pytest.skip("compute-sanitizer is installed where the script looks")
+    (tools / "ls").symlink_to(str(shutil.which("ls")))
+    ran = call(tools, str(SCRIPTS / "sanitize.sh"))
+    assert ran.returncode == 0, ran.stderr
+    assert "Nothing was checked" in ran.stdout
+
+
 def report(path: Path, **counts: int) -> str:
     attributes = " ".join(f'{name}="{number}"' for name, number in counts.items())
     path.write_text(f"<testsuites><testsuite {attributes}></testsuite></testsuites>")
