@@ -10,6 +10,7 @@ from torch import Tensor
 import moe_ep
 from moe_ep.backends.node_calls import START_BYTES
 from tests.compare import assert_same_bits
+from tests.gpu.busy import keep_busy
 from tests.ranks import Pools
 from tests.scale_experts import Setup, assert_works, caught, open_buffer
 
@@ -112,6 +113,8 @@ def _does_not_fit(group: dist.ProcessGroup) -> tuple[tuple[bool, ...], tuple[typ
         idx[:4] = 0
         x = torch.ones(num_tokens, 8, device="cuda")
         arguments = {"num_experts": 2, "layout": "compact"}
+        torch.cuda.synchronize()
+        keep_busy(300)  # so that combine is called before dispatch has failed
         out = moe_ep.dispatch(buffer, x, idx, **arguments, max_rows=16)
         y = moe_ep.combine(buffer, out.x, out.handle)
         torch.cuda.synchronize()
