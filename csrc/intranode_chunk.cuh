@@ -4,6 +4,7 @@
 #include "check.h"
 #include "exchange_device.cuh"
 #include "intranode_plan.h"
+#include "shared_memory.h"
 
 namespace moe_ep {
 
@@ -68,12 +69,6 @@ __device__ inline int local_expert(const World& world, const PlanInput& in, int3
 
 inline int plan_shared_bytes(const Call& call, const PlanInput& input, int num_tiles) {
   return kPlanWarps * (num_tiles * kTile + input.num_local + call.world.size) * static_cast<int>(sizeof(int32_t));
-}
-
-template <typename Kernel>
-void allow_shared(Kernel kernel, int num_bytes) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes),
-             "plan: the shared memory for the counters");
 }
 
 }  // namespace moe_ep

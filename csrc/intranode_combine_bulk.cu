@@ -1,4 +1,5 @@
 #include "intranode_combine.cuh"
+#include "shared_memory.h"
 #include "term_ring.cuh"
 
 // Rows through shared memory by the copy engine, sm_90 and later.
@@ -289,9 +290,8 @@ void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind ki
   for_team(input.row_bytes, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
-      const auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
-      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes),
-                 "combine: the shared memory of the rings");
+      constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
+      allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input, cut_of<kTeam>(input.row_bytes));
     });
   });

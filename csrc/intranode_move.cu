@@ -2,6 +2,7 @@
 
 #include "bulk_copy.cuh"
 #include "intranode_move.cuh"
+#include "shared_memory.h"
 
 namespace moe_ep {
 namespace {
@@ -273,8 +274,7 @@ void launch_move(const Call& call, const MoveInput& input, bool use_tma, int num
   }
   const Pieces pieces = pieces_of(input);
   const int num_bytes = kWorkers * pieces.num_stages * pieces.stage_bytes;
-  check_cuda(cudaFuncSetAttribute(moe_ep_move_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes),
-             "dispatch: the shared memory of the rings");
+  allow_shared_memory<moe_ep_move_bulk>(num_bytes, "dispatch: the shared memory of the rings");
   moe_ep_move_bulk<<<num_sms, kWorkers * 32, num_bytes, stream>>>(call, input, pieces);
   check_cuda(cudaGetLastError(), "dispatch: the launch");
 }

@@ -394,7 +394,7 @@ void launch_plan_count(const Call& call, const PlanInput& input, int num_sms, cu
                " experts; the intranode backend ", "counts at most ", kMaxLocalExperts,
                ": use more ranks, or backend=\"torch\".");
   const int num_bytes = plan_shared_bytes(call, input, 1);
-  allow_shared(moe_ep_plan_count, num_bytes);
+  allow_shared_memory<moe_ep_plan_count>(num_bytes, "plan_count: the shared memory for the counters");
   moe_ep_plan_count<<<num_sms, kPlanThreads, num_bytes, stream>>>(call, input);
   check_cuda(cudaGetLastError(), "plan_count: the launch");
 }

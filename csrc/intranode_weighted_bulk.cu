@@ -1,5 +1,6 @@
 #include "intranode_move.cuh"
 #include "row_math.cuh"
+#include "shared_memory.h"
 #include "term_ring.cuh"
 
 // The backward of a weighted combine through shared memory, sm_90 and later: out[row] = x * weight[row] for each place
@@ -188,9 +189,8 @@ void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const M
   for_team(input.rows[0].row_bytes, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
-      const auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
-      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes),
-                 "combine backward: the shared memory of the rings");
+      constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
+      allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input, weights,
                                                                    cut_of<kTeam>(input.rows[0].row_bytes));
     });
