@@ -31,6 +31,7 @@ from moe_ep.dispatch_config import Config, recommended_combine_config, recommend
 from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import find_bad_id, send_layout
+from moe_ep.layout_kernel import counted_layout, serves
 from moe_ep.placement import ExpertPlacement
 
 RANKS_PER_NODE = 8  # what DeepEP V1 takes for a node
@@ -93,6 +94,10 @@ class NormalMode(ABC):
 
     @property
     @abstractmethod
+    def num_sms(self) -> int: ...
+
+    @property
+    @abstractmethod
     def num_channels(self) -> int: ...
 
     @abstractmethod
@@ -125,27 +130,25 @@ class NormalMode(ABC):
             num_tokens_per_expert int32 [E], slots; is_token_in_rank bool [T, W]; the event.
 
         Raises:
-            TypeError, ValueError: a dtype or shape, or an id outside [-1, E).
+            TypeError, ValueError: a dtype or shape; on the CPU also an id outside [-1, E). On CUDA, where nobody waits,
+                such an id counts as -1, and the dispatch raises.
         """
         event = _Event(previous_event, async_finish, allocate_on_comm_stream)
         event.begin()
         check_tensor(topk_idx, "topk_idx")
         check_topk(topk_idx, topk_idx, None)
         placement = self.placement(num_experts)
-        bad = find_bad_id(topk_idx, num_experts)
-        if bad is not None:
-            raise ValueError(f"topk_idx[{bad[0]}, {bad[1]}] is {bad[2]}; an id must lie in [-1, {num_experts}).")
         world = placement.world_size
-        slot_rank = send_layout(topk_idx, placement).slot_rank
-        in_rank_TW = torch.stack([(slot_rank == rank).any(dim=1) for rank in range(world)], dim=1)
+        if serves(topk_idx):
+            per_rank, per_expert, in_rank_TW = counted_layout(topk_idx, placement, self.num_sms)
+        else:
+            per_rank, per_expert, in_rank_TW = _layout(topk_idx, placement)
         per_node = None
         if world > RANKS_PER_NODE:
             nodes = torch.split(in_rank_TW, RANKS_PER_NODE, dim=1)
             per_node = torch.stack([node.any(dim=1).sum() for node in nodes]).int()
-        used = topk_idx[topk_idx >= 0].long()
-        per_expert = torch.bincount(used, minlength=num_experts).int()
         done = EventOverlap(EventHandle() if async_finish else None)
-        return in_rank_TW.sum(dim=0).int(), per_node, per_expert, in_rank_TW, done
+        return per_rank, per_node, per_expert, in_rank_TW, done
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -350,6 +353,19 @@ def _move(backend: Backend, handle: DispatchHandle, rows: Tensor, scales: Tensor
     if scales is None:
         return backend.dispatch(handle, rows)
     return backend.dispatch_scaled(handle, rows, scales)
+
+
+def _layout(topk_idx: Tensor, placement: ExpertPlacement) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens per rank [W] int32, slots per expert [E] int32, and which token goes where [T, W] bool."""
+    num_experts = placement.num_experts
+    bad = find_bad_id(topk_idx, num_experts)
+    if bad is not None:
+        raise ValueError(f"topk_idx[{bad[0]}, {bad[1]}] is {bad[2]}; an id must lie in [-1, {num_experts}).")
+    slot_rank = send_layout(topk_idx, placement).slot_rank
+    in_rank_TW = torch.stack([(slot_rank == rank).any(dim=1) for rank in range(placement.world_size)], dim=1)
+    used = topk_idx[topk_idx >= 0].long()
+    per_expert = torch.bincount(used, minlength=num_experts).int()
+    return in_rank_TW.sum(dim=0).int(), per_expert, in_rank_TW
 
 
 def _split(x: Rows) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,44 @@
+"""Counts of a routing by a kernel of csrc, without a wait of the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ep._native import load, require
+from moe_ep.placement import ExpertPlacement
+
+
+def serves(topk_idx: Tensor) -> bool:
+    """Whether the kernel can count these ids: on CUDA, where the extension is."""
+    return topk_idx.is_cuda and load() is not None
+
+
+def counted_layout(topk_idx: Tensor, placement: ExpertPlacement, num_sms: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens per rank [W] int32, slots per expert [E] int32, which token goes where [T, W] bool; csrc/layout_count.h.
+
+    Ids outside [-1, E) count as -1.
+    """
+    ids, device = topk_idx.contiguous(), topk_idx.device
+    num_tokens, num_topk = ids.shape
+    per_expert = torch.empty(placement.num_experts, dtype=torch.int32, device=device)
+    per_rank = torch.empty(placement.world_size, dtype=torch.int32, device=device)
+    in_rank_TW = torch.empty(num_tokens, placement.world_size, dtype=torch.bool, device=device)
+    bad_id = torch.empty(3, dtype=torch.int64, device=device)
+    owner, _ = placement.kernel_tables(device)
+    require().layout_count(
+        topk_idx=ids.data_ptr(),
+        idx_bytes=ids.element_size(),
+        rank_of_expert=owner.data_ptr(),
+        tokens_per_expert=per_expert.data_ptr(),
+        tokens_per_rank=per_rank.data_ptr(),
+        is_token_in_rank=in_rank_TW.data_ptr(),
+        bad_id=bad_id.data_ptr(),
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=placement.num_experts,
+        num_ranks=placement.world_size,
+        num_sms=num_sms,
+        stream=torch.cuda.current_stream(device).cuda_stream,
+    )
+    return per_rank, per_expert, in_rank_TW
