@@ -73,112 +73,86 @@ __device__ int describe_at_home(const World& world, const CombineInput& in, cons
   return count;
 }
 
-// A sum of pieces, as one thread has it.
-template <typename Elem>
-struct PieceSum {
-  using Math = RowMath<Elem>;
-  using Wide = typename Math::Wide;
-  Wide total[kRingLoads][Math::kElems];
-  bool is_empty = true;
-
-  __device__ void add(const uint4 (&term)[kRingLoads]) {
-    if (is_empty) {
-#pragma unroll
-      for (int i = 0; i < kRingLoads; ++i) {
-        Math::add(total[i], term[i], true);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRingLoads; ++i) {
-        Math::add(total[i], term[i], false);
-      }
-    }
-    is_empty = false;
-  }
-  __device__ void add_product(const uint4 (&term)[kRingLoads], Wide weight) {
-    if (is_empty) {
-#pragma unroll
-      for (int i = 0; i < kRingLoads; ++i) {
-        Math::add_product(total[i], term[i], weight, true);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRingLoads; ++i) {
-        Math::add_product(total[i], term[i], weight, false);
-      }
-    }
-    is_empty = false;
-  }
-  // Puts the sum, rounded, into `out`, and begins anew.
-  __device__ void finish(uint4 (&out)[kRingLoads]) {
-#pragma unroll
-    for (int i = 0; i < kRingLoads; ++i) {
-      out[i] = Math::rounded(total[i]);
-    }
-    is_empty = true;
-  }
-};
+// What a row without own terms begins with.
+__device__ uint4 poison_or_zero(const CombineInput& in, bool is_lost) {
+  const uint32_t low = static_cast<uint32_t>(in.poison), high = static_cast<uint32_t>(in.poison >> 32);
+  return is_lost ? make_uint4(low, high, low, high) : make_uint4(0, 0, 0, 0);
+}
 
 // By the adding warps of a team: adds up output rows [first, end); `out_of(i)` is where row i goes, `bias_of(i, j)` its
 // first terms, or null. The own sum comes first: one accumulator serves both sums.
 template <int kTeam, typename Elem, typename Wide, typename OutOf, typename BiasOf>
 __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_t first, int64_t end, OutOf out_of,
                          BiasOf bias_of) {
+  using Math = RowMath<Elem>;
   for (int64_t row = first; row < end; ++row) {
     const Item<Wide>& item = team.next_item();
     const int num_own = item.num_own, num_peers = item.count - num_own, peers_before = item.peers_before;
     char* out = out_of(row);
     for (int64_t offset = 0; offset < in.row_bytes; offset += team.cut.piece_bytes) {
       const int64_t ends = min64(offset + team.cut.piece_bytes, in.row_bytes);
-      PieceSum<Elem> sum;
-      uint4 own[kRingLoads], term[kRingLoads];
-#pragma unroll 1
-      for (int j = 0; j < num_own; ++j) {
-        team.take(own);
+      Wide total[kRingLoads][Math::kElems];
+      uint4 own[kRingLoads];
+      if (in.weights == nullptr && num_own == 1) {
+        team.take([&](int i, uint4 term) { own[i] = term; });
+      } else if (num_own > 0) {
         if (in.weights != nullptr) {
-          sum.add_product(own, item.weight[j]);
-        } else if (num_own > 1) {
-          sum.add(own);
-        }
-      }
-      if (!sum.is_empty) {
-        sum.finish(own);
-      } else if (num_own == 0) {
-#pragma unroll
-        for (int i = 0; i < kRingLoads; ++i) {
-          own[i] = make_uint4(0, 0, 0, 0);
-        }
-      }
+          const Wide first_weight = item.weight[0];
+          team.take([&](int i, uint4 term) { Math::add_product(total[i], term, first_weight, true); });
 #pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-        const char* bias = bias_of(row, i);
-        if (bias != nullptr) {
-#pragma unroll
-          for (int j = 0; j < kRingLoads; ++j) {
-            const int64_t at = team.place(offset, j);
-            term[j] = at < ends ? load_16(bias + at) : make_uint4(0, 0, 0, 0);
+          for (int j = 1; j < num_own; ++j) {
+            const Wide weight = item.weight[j];
+            team.take([&](int i, uint4 term) { Math::add_product(total[i], term, weight, false); });
           }
-          sum.add(term);
+        } else {
+          team.take([&](int i, uint4 term) { Math::add(total[i], term, true); });
+#pragma unroll 1
+          for (int j = 1; j < num_own; ++j) {
+            team.take([&](int i, uint4 term) { Math::add(total[i], term, false); });
+          }
         }
-      }
-      if (item.is_lost) {
-        const uint32_t low = static_cast<uint32_t>(in.poison), high = static_cast<uint32_t>(in.poison >> 32);
 #pragma unroll
         for (int i = 0; i < kRingLoads; ++i) {
-          own[i] = make_uint4(low, high, low, high);
+          own[i] = Math::rounded(total[i]);
         }
-      } else if (!sum.is_empty || num_peers > 0) {
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRingLoads; ++i) {
+          own[i] = poison_or_zero(in, item.is_lost);
+        }
+      }
+      // The sum at home: biases, then the ranks ascending. One term is the result as it is.
+      const bool is_biased = bias_of(row, 0) != nullptr;
+      if (!item.is_lost && (is_biased || num_peers > 0)) {
+        bool is_empty = true;
+#pragma unroll 1
+        for (int j = 0; j < 2 && is_biased; ++j) {
+          const char* bias = bias_of(row, j);
+#pragma unroll
+          for (int i = 0; i < kRingLoads && bias != nullptr; ++i) {
+            const int64_t at = team.place(offset, i);
+            Math::add(total[i], at < ends ? load_16(bias + at) : make_uint4(0, 0, 0, 0), is_empty);
+          }
+          is_empty = false;
+        }
 #pragma unroll 1
         for (int j = 0; j <= num_peers; ++j) {
           if (j == peers_before && num_own > 0) {
-            sum.add(own);
+#pragma unroll
+            for (int i = 0; i < kRingLoads; ++i) {
+              Math::add(total[i], own[i], is_empty);
+            }
+            is_empty = false;
           }
           if (j < num_peers) {
-            team.take(term);
-            sum.add(term);
+            team.take([&](int i, uint4 term) { Math::add(total[i], term, is_empty); });
+            is_empty = false;
           }
         }
-        sum.finish(own);
+#pragma unroll
+        for (int i = 0; i < kRingLoads; ++i) {
+          own[i] = Math::rounded(total[i]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kRingLoads; ++i) {

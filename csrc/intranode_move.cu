@@ -171,20 +171,32 @@ __device__ void move_rows(Ring& ring, const MoveInput& in, const Pieces& pieces,
     const Part part = part_at(in, pieces, piece);
     const int64_t row_bytes = in.rows[part.kind].row_bytes;
     char* to = route.to[part.kind] + part.offset;
-    if (now.mine >= 0) {
-      store_bulk(to + now.mine * row_bytes, ring.stages + stage * ring.stage_bytes, part.num_bytes);
+    // One lane stores: groups of stores belong to a thread, and every thread's would be waited for in turn.
+    const char* from = ring.stages + stage * ring.stage_bytes;
+    for (unsigned int left = __ballot_sync(kFullWarp, now.mine >= 0); left != 0; left &= left - 1) {
+      const int64_t place = __shfl_sync(kFullWarp, now.mine, __ffs(left) - 1);
+      if (lane == 0) {
+        store_bulk(to + place * row_bytes, from, part.num_bytes);
+      }
     }
-    if (now.mine_too >= 0) {
-      store_bulk(to + now.mine_too * row_bytes, ring.stages + stage * ring.stage_bytes, part.num_bytes);
+    for (unsigned int left = __ballot_sync(kFullWarp, now.mine_too >= 0); left != 0; left &= left - 1) {
+      const int64_t place = __shfl_sync(kFullWarp, now.mine_too, __ffs(left) - 1);
+      if (lane == 0) {
+        store_bulk(to + place * row_bytes, from, part.num_bytes);
+      }
     }
-    commit_stores();
-    wait_stores_read<kPending>();  // the stage of kPending jobs ago is free in every lane
+    if (lane == 0) {
+      commit_stores();
+      wait_stores_read<kPending>();  // the stage of kPending jobs ago is free
+    }
     __syncwarp();
     if (job + ahead < num_jobs) {
       load(job + ahead);
     }
   }
-  wait_stores_read<0>();
+  if (lane == 0) {
+    wait_stores_read<0>();
+  }
   __syncwarp();
   ring.num_loads = base + num_jobs;
 }

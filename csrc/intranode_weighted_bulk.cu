@@ -47,21 +47,19 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
     Wide dots = 0;  // lane j: of place j, over the pieces so far
     for (int64_t offset = 0; offset < row_bytes; offset += team.cut.piece_bytes) {
       const int64_t ends = min64(offset + team.cut.piece_bytes, row_bytes);
-      uint4 x[kRingLoads], made[kRingLoads];
-      team.take(x);
+      uint4 x[kRingLoads];
+      team.take([&](int i, uint4 term) { x[i] = term; });
 #pragma unroll 1
       for (int j = 0; j < num_places; ++j) {
         const int64_t place = item.place[j];
         const Wide weight = item.weight[j];
         if (w.rows != nullptr) {
-          team.take(made);
           Wide dot = 0;
-#pragma unroll
-          for (int i = 0; i < kRingLoads; ++i) {
+          team.take([&](int i, uint4 made) {
             if (team.place(offset, i) < ends) {
-              dot += Math::dot(x[i], made[i]);
+              dot += Math::dot(x[i], made);
             }
-          }
+          });
           for (int step = 16; step > 0; step /= 2) {
             dot += __shfl_xor_sync(kFullWarp, dot, step);
           }

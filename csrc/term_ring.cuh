@@ -203,15 +203,16 @@ struct Team {
     ++num_items;
   }
 
-  // By the adding warps: takes this thread's part of the next piece. Behind the end of a piece there are bytes of
-  // something else, which nobody may use.
-  __device__ void take(uint4 (&out)[kRingLoads]) {
+  // By the adding warps: takes the next piece, of which this thread has 16 bytes number i (`use(i, bytes)`). Behind the
+  // end of a piece there are bytes of something else, which may be added but not stored.
+  template <typename Use>
+  __device__ void take(Use use) {
     wait_barrier(&state.full[stage], parity);
     const uint4* piece = reinterpret_cast<const uint4*>(stages + stage * cut.stage_bytes);
 #pragma unroll
     for (int i = 0; i < kRingLoads; ++i) {
       const int at = i * kTeam * 32 + thread();
-      out[i] = at * 16 < cut.stage_bytes ? piece[at] : make_uint4(0, 0, 0, 0);
+      use(i, at * 16 < cut.stage_bytes ? piece[at] : make_uint4(0, 0, 0, 0));
     }
     __syncwarp();
     if (lane_idx() == 0) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ from tests.routing import ROUTINGS, TOKEN_COUNTS
 pytestmark = pytest.mark.gpu
 WORLDS = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _without_copy_engine(group: dist.ProcessGroup, layout: str, dtype: torch.dtype) -> int:
+    """As on a GPU before sm_90: rows travel through registers, 16 bytes a thread."""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+        return _every_routing(group, layout, dtype, 4, torch.int64, False)
 
 
 def _every_routing(
@@ -47,3 +54,11 @@ def test_int32_ids_without_padding(ranks: Pools, world: int) -> None:
 def test_exact_combine_adds_the_slots_in_order(ranks: Pools, world: int) -> None:
     args = ("expert_major", torch.bfloat16, 4, torch.int64, True)
     assert ranks.run(_every_routing, world, *args, timeout_secs=200) == [len(ROUTINGS) * len(TOKEN_COUNTS)] * world
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_the_path_of_older_gpus_gives_the_same_bits(ranks: Pools, world: int, layout: str, dtype: torch.dtype) -> None:
+    num_checks = len(ROUTINGS) * len(TOKEN_COUNTS)
+    assert ranks.run(_without_copy_engine, world, layout, dtype, timeout_secs=200) == [num_checks] * world
