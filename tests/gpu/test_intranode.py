@@ -58,7 +58,7 @@ def test_exact_combine_adds_the_slots_in_order(ranks: Pools, world: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["compact", "expert_major"])
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_path_of_older_gpus_gives_the_same_bits(ranks: Pools, world: int, layout: str, dtype: torch.dtype) -> None:
     num_checks = len(ROUTINGS) * len(TOKEN_COUNTS)
     assert ranks.run(_without_copy_engine, world, layout, dtype, timeout_secs=200) == [num_checks] * world
