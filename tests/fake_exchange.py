@@ -1,0 +1,402 @@
+"""Backend `intranode` without a GPU: a node whose kernels only keep the books, and streams that only note their order.
+
+The ranks of a `FakeNode` are threads of one process (`run`), or one rank each of several processes that share a real
+store. A `FakeExchange` has the methods of `moe_ep._native_exchange.NativeExchange`. It does not move rows; it keeps
+what it was handed, agrees on verdicts as docs/protocol.md says, and complains where memory is freed that a peer has
+open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from moe_ep._native_exchange import Counts
+from moe_ep.backends import node_calls, node_memory
+from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
+
+PAGE_BYTES = 2 << 20
+STATUS_WORD = 28
+DOES_NOT_FIT = 100
+Result = TypeVar("Result")
+Fault = tuple[str, list[int]]
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    ranks: tuple[int, ...]
+    rank: int
+
+
+class FakeNode:
+    """What the ranks of a node share.
+
+    Attributes:
+        events: (rank, what) of everything that happens to memory, in order.
+        exchanges: by rank, the newest.
+        kernels_of: by rank; None stands for an install without kernels.
+        is_capturing: whether the current stream is being captured.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.store = dist.HashStore()
+        self.change = threading.Condition()
+        self.events: list[tuple[int, str]] = []
+        self.opened: defaultdict[bytes, set[int]] = defaultdict(set)
+        self.headers: defaultdict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
+        self.exchanges: dict[int, FakeExchange] = {}
+        self.kernels_of: dict[int, FakeKernels | None] = {rank: FakeKernels(self, rank) for rank in range(size)}
+        self.is_capturing = False
+        self._thread = threading.local()
+
+    @property
+    def rank(self) -> int:
+        """Of the thread that asks."""
+        return int(getattr(self._thread, "rank", 0))
+
+    def group(self, rank: int, first: int = 0) -> Any:
+        """What stands for a process group; global ranks begin at `first`."""
+        return FakeGroup(tuple(range(first, first + self.size)), rank)
+
+    def run(self, work: Callable[[int], Result]) -> list[Result]:
+        """`work(rank)` on a thread a rank; the results in rank order. Raises what the first rank raised that did."""
+        results: dict[int, Result] = {}
+        errors: dict[int, BaseException] = {}
+
+        def begin(rank: int) -> None:
+            self._thread.rank = rank
+            try:
+                results[rank] = work(rank)
+            except BaseException as error:  # noqa: BLE001 (raised again on the thread that waits)
+                errors[rank] = error
+
+        threads = [threading.Thread(target=begin, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank did not end"
+        for rank in sorted(errors):
+            raise errors[rank]
+        return [results[rank] for rank in range(self.size)]
+
+    def note(self, rank: int, what: str) -> None:
+        with self.change:
+            self.events.append((rank, what))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeNode:
+        """Puts the node where the backend looks for kernels, groups, the store and CUDA."""
+        monkeypatch.setattr(node_memory, "load", lambda: self.kernels_of[self.rank])
+        monkeypatch.setattr(node_calls, "require", lambda: self.kernels_of[self.rank])
+        groups = {
+            "get_process_group_ranks": lambda group: list(group.ranks),
+            "get_rank": lambda group: group.rank,
+            "get_world_size": lambda group: len(group.ranks),
+            "is_initialized": lambda: True,
+        }
+        monkeypatch.setattr(node_memory, "dist", SimpleNamespace(**groups))
+        stores = {"PrefixStore": c10d.PrefixStore, "_get_default_store": lambda: self.store}
+        monkeypatch.setattr(node_memory, "c10d", SimpleNamespace(**stores))
+        monkeypatch.setattr(torch, "as_tensor", lambda rows, device: _memory_of(rows, device))
+        streams = threading.local()
+
+        def current(device: torch.device) -> FakeStream:
+            if not hasattr(streams, "current"):
+                streams.current = FakeStream(device)
+            stream: FakeStream = streams.current
+            return stream
+
+        cuda = {
+            "current_device": lambda: 0,
+            "is_available": lambda: True,
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "current_stream": current,
+            "is_current_stream_capturing": lambda: self.is_capturing,
+            "get_device_capability": lambda device: (9, 0),
+        }
+        for name, value in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        return self
+
+
+def _memory_of(rows: Any, device: str) -> Tensor:
+    """What torch makes of `__cuda_array_interface__`, where the address is one of this process."""
+    interface = rows.__cuda_array_interface__
+    assert (interface["typestr"], interface["version"], device) == ("|u1", 3, "cuda")
+    (num_bytes,), (address, is_read_only) = interface["shape"], interface["data"]
+    assert not is_read_only
+    whole = torch.frombuffer((ctypes.c_ubyte * max(1, num_bytes)).from_address(address), dtype=torch.uint8)
+    return whole[:num_bytes]
+
+
+class FakeEvent:
+    """Keeps which stream it was recorded on, and how much of that stream's past it stands for."""
+
+    def __init__(self) -> None:
+        self.stream: FakeStream | None = None
+        self.num_done = 0
+        self.has_fired = True
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.num_done = stream, len(stream.past)
+
+    def query(self) -> bool:
+        return self.has_fired
+
+
+class FakeStream:
+    """A stream as the list of what it does: waits for a place of another stream, or a launch."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.priority = priority
+        self.past: list[object] = []
+        self.num_synchronizes = 0
+
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.past.append(event.stream)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.past.append(stream)
+
+    def synchronize(self) -> None:
+        self.num_synchronizes += 1
+
+
+@dataclass
+class FakeKernels:
+    """`moe_ep._native_exchange.ExchangeKernels`, with the numbers of csrc/exchange.h."""
+
+    node: FakeNode
+    rank: int
+    max_ranks: int = 16
+    max_chunks: int = 64
+    max_local_experts: int = 1 << 14
+    max_host_counts: int = 1 << 14
+    header_words: int = 32
+    unreachable: tuple[str, ...] = ()
+
+    def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> FakeExchange:  # noqa: N802 (a class)
+        return FakeExchange(self.node, rank, size, timeout_secs)
+
+    def PlanInput(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
+        return SimpleNamespace(**arguments)
+
+    def pci_bus_id(self) -> str:
+        return f"0000:0{self.rank}:00.0"
+
+    def can_reach(self, peer_pci_bus_id: str) -> bool:
+        return peer_pci_bus_id not in self.unreachable
+
+    def geometry_length(self, size: int, num_local: int) -> int:
+        return 4 + size + size * size + size * (self.max_chunks + 1) + 2 * num_local + 1
+
+    def chunk_tokens(self, num_tokens: int) -> int:
+        even = -(-num_tokens // self.max_chunks)
+        return 32 if even <= 32 else -(-even // 8) * 8
+
+    def num_chunks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.chunk_tokens(num_tokens))
+
+
+@dataclass
+class Launch:
+    """One call of a kernel: its name, what it was handed, and the words of its header."""
+
+    name: str
+    arguments: dict[str, Any]
+    words: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = struct.unpack("32q", self.arguments["header"])
+
+
+class FakeExchange:
+    """One rank's exchange.
+
+    Attributes:
+        launches: every kernel that was started.
+        faults: the mapped record, as `take_faults` gives it; a timeout stays in it.
+        plan_rows: (S, R) of the next plan.
+        plan_counts: what `counts` returns.
+        bad: (slot, id) of an id that is none, as a plan reports it.
+        is_stuck: the device begins nothing.
+        is_full: there is no memory for another segment.
+    """
+
+    def __init__(self, node: FakeNode, rank: int, size: int, timeout_secs: float) -> None:
+        self.node, self.rank, self.size, self.timeout_secs = node, rank, size, timeout_secs
+        self.slot_bytes = 0
+        self.launches: list[Launch] = []
+        self.faults: list[Fault] = []
+        self.plan_rows = (0, 0)
+        self.plan_counts: Counts = ((0,) * size, (0,) * (size * size), (0,) * size, [])
+        self.bad = (-1, 0)
+        self.is_stuck = self.is_full = False
+        self.generation = self.epoch = 0
+        self._num_segments = 0
+        self._blocks: list[Tensor] = []
+        self._mine = b""
+        self._asked = (0, 0)
+        self._verdict = GO
+        self._num_match = 0
+        node.exchanges[rank] = self
+
+    def named(self, name: str) -> list[Launch]:
+        return [launch for launch in self.launches if launch.name == name]
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def export_control(self) -> bytes:
+        return f"control {self.rank}".encode()
+
+    def export_segment(self) -> bytes:
+        return self._mine
+
+    def open_control(self, peer: int, exported: bytes) -> None:
+        self._open("control", peer, exported)
+
+    def open_segment(self, peer: int, exported: bytes) -> None:
+        self._open("segment", peer, exported)
+        with self.node.change:
+            self.node.opened[exported].add(self.rank)
+
+    def allocate_block(self, num_bytes: int) -> int:
+        if len(self._blocks) == 8:
+            raise RuntimeError("the buffer holds 8 tensors that peers read in place")
+        self._blocks.append(torch.zeros(max(16, num_bytes), dtype=torch.uint8))
+        return self._blocks[-1].data_ptr()
+
+    def export_block(self) -> bytes:
+        return f"block {self.rank}.{len(self._blocks)}".encode()
+
+    def open_block(self, peer: int, exported: bytes) -> None:
+        self._open("block", peer, exported)
+
+    def close_segments(self) -> None:
+        self.node.note(self.rank, "close")
+        with self.node.change:
+            for ranks in self.node.opened.values():
+                ranks.discard(self.rank)
+
+    def allocate_segment(self, slot_bytes: int) -> None:
+        with self.node.change:
+            assert not self.node.opened[self._mine], f"rank {self.rank} frees a segment that a peer has open"
+        if self.is_full:
+            self.slot_bytes = 0
+            raise RuntimeError("intranode: memory for the segment failed with cudaErrorMemoryAllocation")
+        self._num_segments += 1
+        self._mine = f"segment {self.rank}.{self._num_segments}".encode()
+        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.node.note(self.rank, "allocate")
+
+    def begin_generation(self, generation: int) -> None:
+        self.generation, self.epoch = generation, 0
+        self.faults.clear()
+        self.node.note(self.rank, f"generation {generation}")
+
+    def _open(self, kind: str, peer: int, exported: bytes) -> None:
+        name, owner = exported.decode().split(" ")
+        assert (name, owner.split(".")[0]) == (kind, str(peer)), f"rank {peer} exported {exported!r}"
+        self.node.note(self.rank, f"open {exported.decode()}")
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def wait_answer(self, question: int, limit_secs: float, stream: int) -> bool:
+        headers = self.node.headers[self._asked]
+        with self.node.change:
+            if self.is_stuck or not self.node.change.wait_for(lambda: len(headers) == self.size, limit_secs):
+                return False
+        words = [struct.unpack("32q", headers[rank]) for rank in range(self.size)]
+        statuses = [row[STATUS_WORD] for row in words]
+        if any(0 < status < DOES_NOT_FIT for status in statuses):
+            self._verdict = REFUSE
+        elif any(row[: self._num_match] != words[0][: self._num_match] for row in words):
+            self._verdict = DISAGREE
+        else:
+            self._verdict = GROW if DOES_NOT_FIT in statuses else GO
+        if self._verdict != GO:
+            self.faults.append(("refused", [self._verdict, self._asked[1], 0, 0, 0, 0, 0, 0]))
+        return True
+
+    def answer(self) -> tuple[int, int, int, int, int, int, int, int]:
+        rows = [struct.unpack("32q", header) for header in self.node.headers[self._asked].values()]
+        wishes = [max((row[word] for row in rows), default=0) for word in (29, 30)]
+        return self._verdict, self._asked[1], *self.plan_rows, *self.bad, wishes[0], wishes[1]
+
+    def counts(self, size: int, num_local: int) -> Counts:
+        tokens, rows, pairs, experts = self.plan_counts
+        assert (len(tokens), len(rows), len(pairs), len(experts)) == (size, size * size, size, num_local)
+        return self.plan_counts
+
+    def headers(self, size: int) -> bytes:
+        return b"".join(self.node.headers[self._asked][rank] for rank in range(size))
+
+    def has_fault(self) -> bool:
+        return bool(self.faults)
+
+    def take_faults(self) -> list[Fault]:
+        taken = list(self.faults)
+        self.faults = [fault for fault in taken if fault[0] == "timeout"]
+        return taken
+
+    def plan_count(self, **arguments: Any) -> None:
+        self._launch("plan_count", arguments)
+
+    def plan_fill(self, **arguments: Any) -> None:
+        self._keep("plan_fill", arguments)
+
+    def move(self, **arguments: Any) -> None:
+        self._launch("move", arguments)
+
+    def combine(self, **arguments: Any) -> None:
+        self._launch("combine", arguments)
+
+    def numbers_home(self, **arguments: Any) -> None:
+        self._launch("numbers_home", arguments)
+
+    def all_reduce(self, **arguments: Any) -> None:
+        self._launch("all_reduce", arguments)
+
+    def header_only(self, **arguments: Any) -> None:
+        self._launch("header_only", arguments)
+
+    def done_only(self, **arguments: Any) -> None:
+        self._keep("done_only", arguments)
+
+    def drain(self, **arguments: Any) -> None:
+        self._keep("drain", arguments)
+
+    def _keep(self, name: str, arguments: dict[str, Any]) -> None:
+        self.launches.append(Launch(name, arguments))
+
+    def _launch(self, name: str, arguments: dict[str, Any]) -> None:
+        """A kernel that opens a call: its header goes to everybody."""
+        self._keep(name, arguments)
+        self._asked, self._num_match = (self.generation, self.epoch), arguments["num_match"]
+        self.epoch += 1
+        with self.node.change:
+            self.node.headers[self._asked][self.rank] = arguments["header"]
+            self.node.change.notify_all()
+
+
+def packed(words: Sequence[int]) -> bytes:
+    """A header of 32 words; those not given are 0."""
+    return struct.pack("32q", *words, *[0] * (32 - len(words)))
