@@ -97,7 +97,7 @@ def zero_tail(rows_RN: Tensor, expert_offsets: Tensor) -> None:
         rows_RN: [R, N] contiguous, any dtype, on CUDA.
         expert_offsets: [L + 1] int32 on the device.
     """
-    if not kernels.are_installed():
+    if not (rows_RN.is_cuda and kernels.are_installed()):
         rows_RN.masked_fill_(torch.arange(rows_RN.shape[0], device=rows_RN.device)[:, None] >= expert_offsets[-1], 0)
         return
     device, stream = kernels.launch_on(rows_RN)

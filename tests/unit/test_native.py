@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_ep import _native
+from moe_ep._native_exchange import NativeExchange
 
 needs_extension = pytest.mark.skipif(
     importlib.util.find_spec("moe_ep._C") is None, reason="needs moe_ep._C, which this install was made without"
@@ -50,13 +51,16 @@ def test_the_extension_has_the_signatures_of_the_protocol() -> None:
     for name, function in inspect.getmembers(_native.NativeKernels, inspect.isfunction):
         if name.startswith("_"):
             continue
-        in_extension = getattr(kernels, name).__doc__.split("(", 1)[1]
-        positions = [
-            in_extension.find(f"{parameter}:") for parameter in list(inspect.signature(function).parameters)[1:]
-        ]
+        there = getattr(kernels, name)
+        in_extension = (there.__init__ if isinstance(there, type) else there).__doc__.split("(", 1)[1]
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        positions = [in_extension.find(f"{parameter}:") for parameter in named]
         assert -1 not in positions, f"{name} of moe_ep._C has other arguments: {in_extension}"
         assert positions == sorted(positions)
     assert kernels.cuda_archs.startswith("sm_")
+    for name, _ in inspect.getmembers(NativeExchange, inspect.isfunction):
+        assert name.startswith("_") or callable(getattr(kernels.Exchange, name)), f"Exchange.{name} is not there"
 
 
 @needs_extension
