@@ -31,14 +31,20 @@ class DeviceFaults:
         self._memory = memory
         self._exchange = memory.exchange
         self._dead: str | None = None
+        self._seen: list[tuple[str, list[int]]] = []  # of earlier calls, met while a later one was answered
 
     def raise_if_dead(self, operation: str) -> None:
         """After a time limit nothing is started any more."""
         if self._dead is not None:
             raise EPTimeoutError(f"{operation} was not started: {self._dead}")
 
+    def stop(self, sentence: str) -> None:
+        """Nothing is started any more until `forget`, because of what the sentence says."""
+        self._dead = sentence
+
     def forget(self) -> None:
         self._dead = None
+        self._seen.clear()
 
     def await_answer(self, operation: str, question: int, limit_secs: float, stream: int) -> int:
         """The verdict of a call whose host waits; raises where a limit passed."""
@@ -89,10 +95,11 @@ class DeviceFaults:
 
     def take(self) -> list[str]:
         """Sentences for calls without a host wait; a time limit is raised."""
-        if not self._exchange.has_fault():
+        if not self._seen and not self._exchange.has_fault():
             return []
+        faults, self._seen = [*self._seen, *self._exchange.take_faults()], []
         sentences = []
-        for name, values in self._exchange.take_faults():
+        for name, values in faults:
             if name == "timeout":
                 self._raise_timeout(OPERATIONS[values[5]] if 0 <= values[5] < len(OPERATIONS) else "a call")
             elif name == "refused":
@@ -145,8 +152,8 @@ class DeviceFaults:
         return f"reason/{self._memory.generation}/{epoch}"
 
     def _take_quietly(self) -> None:
-        """A refusal that was raised at once is not reported again."""
-        self._exchange.take_faults()
+        """A refusal that was raised at once is not reported again; what earlier calls left is, by `take`."""
+        self._seen += [fault for fault in self._exchange.take_faults() if fault[0] in ("overflow", "bad_idx")]
 
     def _raise_timeout(self, operation: str) -> NoReturn:
         values = next((values for name, values in self._exchange.take_faults() if name == "timeout"), None)
@@ -162,5 +169,5 @@ class DeviceFaults:
         )
 
     def _die(self, sentence: str) -> NoReturn:
-        self._dead = sentence
+        self.stop(sentence)
         raise EPTimeoutError(sentence)

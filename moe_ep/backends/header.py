@@ -117,8 +117,10 @@ def _spell(name: str, value: int) -> str:
     if name == "operation":
         return OPERATIONS[value] if 0 <= value < len(OPERATIONS) else f"number {value}"
     if name in ("dtype", "weights_dtype"):
-        return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "none"
-    if name == "grad_enabled":
+        if value >= len(DTYPES):  # int32 or int64, say: told apart by their size
+            return f"another of {value - len(DTYPES)} bytes"
+        return "none" if value < 0 else str(DTYPES[value])
+    if name in ("exact", "grad_enabled"):
         return str(bool(value))
     if name == "layout":
         return LAYOUTS[value] if 0 <= value < len(LAYOUTS) else "none"
