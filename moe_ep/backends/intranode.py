@@ -125,7 +125,7 @@ class IntranodeBackend(NodeCalls):
         self._check_device("dispatch", x)
 
     def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
-        counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64))
+        counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64, copy=True))  # it sums in place
         torch.cuda.current_stream(self._device).wait_stream(self._stream)  # read below, also where the call is async
         mine = torch.tensor(placement.experts_of(self.rank), dtype=torch.int64, device=self._device)
         return [int(count) for count in counts[mine].tolist()]
@@ -154,7 +154,7 @@ class IntranodeBackend(NodeCalls):
         kinds = [x] if scales is None else [x, aligned(scales)]
         row_bytes = sum(rows.shape[1] * rows.element_size() for rows in kinds)
         own_bytes = x.shape[0] * row_bytes
-        self._make_room(handle, row_bytes, own_bytes)
+        self._make_room(handle, row_bytes)
         places = () if weights is not None else self._memory.places_of(kinds)
         packed, num_match = self._header(operation, handle, given, x.dtype, None, False, own_bytes, places=places)
         outs = [rows.new_empty(handle.num_rows, rows.shape[1]) for rows in kinds]
@@ -240,7 +240,7 @@ class IntranodeBackend(NodeCalls):
             own_bytes = first + pair_bytes + handle.num_rows * 8
         else:
             own_bytes = self._combine_bytes(handle, row_bytes, self.rank)
-        self._make_room(handle, row_bytes, own_bytes, exact)
+        self._make_room(handle, row_bytes, exact=exact)
         places = self._memory.places_of([rows]) if handle.layout == "compact" else ()
         packed, num_match = self._header(
             operation, handle, given, rows.dtype, weights, exact, own_bytes, offsets, places
@@ -287,7 +287,7 @@ class IntranodeBackend(NodeCalls):
         expert_major = handle.layout == "expert_major"
         num_compact = handle.pair_row.shape[0] if expert_major else numbers.shape[0]
         own_bytes = num_compact * handle.num_topk * numbers.element_size()
-        self._make_room(handle, handle.num_topk * numbers.element_size(), own_bytes)
+        self._make_room(handle, handle.num_topk * numbers.element_size(), with_own=True)
         packed, num_match = self._header(operation, handle, handle.num_topk, numbers.dtype, None, False, own_bytes)
         out = numbers.new_empty(handle.num_tokens, handle.num_topk)
         with self._launching(operation, numbers, out, *_tensors_of(handle)) as stream:
@@ -363,7 +363,11 @@ class IntranodeBackend(NodeCalls):
 
     def reset(self) -> None:
         self._stream.synchronize()
-        self._memory.reset()
+        try:
+            self._memory.reset()
+        except RuntimeError as error:  # the others may have a new generation by now
+            self._faults.stop(str(error))
+            raise
         self._faults.forget()
         self._num_calls = 0
 
@@ -434,17 +438,22 @@ class IntranodeBackend(NodeCalls):
         world = len(self.ranks)
         return sum(handle.rank_rows[source * world + rank] for source in range(world) if source != rank) * row_bytes
 
-    def _make_room(self, handle: DispatchHandle, row_bytes: int, own_bytes: int = 0, exact: bool = False) -> None:
-        """Grows the segments where some rank of a call along `handle` needs more: all ranks work out the same need."""
+    def _make_room(self, handle: DispatchHandle, row_bytes: int, exact: bool = False, with_own: bool = False) -> None:
+        """Grows the segments where some rank of a call along `handle` needs more: all ranks work out the same need.
+
+        `with_own`: the rows that a rank sends itself lie in its slot too.
+        """
         if not handle.is_known:
             return
-        ranks = range(len(self.ranks))
+        world = len(self.ranks)
+        ranks = range(world)
         need_bytes = max(self._combine_bytes(handle, row_bytes, rank) for rank in ranks)
         need_bytes = max(need_bytes, max(handle.rank_tokens) * row_bytes)
+        num_compact = max(sum(handle.rank_rows[rank::world]) for rank in ranks)
+        if with_own:
+            need_bytes = max(need_bytes, num_compact * row_bytes)
         if exact:  # no rank has more pairs than slots in the tokens it receives
-            world = len(self.ranks)
-            compact = max(sum(handle.rank_rows[source * world + rank] for source in ranks) for rank in ranks)
-            num_rows = compact * handle.num_topk + handle.num_experts * handle.alignment
+            num_rows = num_compact * handle.num_topk + handle.num_experts * handle.alignment
             need_bytes = max(need_bytes, num_rows * (row_bytes + 12) + 1024)
         if need_bytes > self._exchange.slot_bytes:
             self._grow_together(

@@ -129,7 +129,11 @@ class NodeCalls:
                 "and its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest "
                 f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
             )
-        self._memory.grow(need_bytes)
+        try:
+            self._memory.grow(need_bytes)
+        except RuntimeError as error:  # mappings may be gone, here or on a peer: no kernel may look for them
+            self._faults.stop(f"{error} Buffer.reset() on every rank makes the buffer usable again.")
+            raise
 
     def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> int:
         """Waits for the verdict of a call; GO or GROW, everything else raises."""
