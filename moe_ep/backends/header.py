@@ -120,7 +120,7 @@ def _spell(name: str, value: int) -> str:
         if value >= len(DTYPES):  # int32 or int64, say: told apart by their size
             return f"another of {value - len(DTYPES)} bytes"
         return "none" if value < 0 else str(DTYPES[value])
-    if name in ("exact", "grad_enabled"):
+    if name == "grad_enabled":
         return str(bool(value))
     if name == "layout":
         return LAYOUTS[value] if 0 <= value < len(LAYOUTS) else "none"

@@ -109,8 +109,9 @@ def _why(group: dist.ProcessGroup, odd: str) -> list[str | None]:
     unreachable = ("0000:00:00.0",) if odd == "gpu" and rank == 1 else ()
     with fake_node(group, unreachable=unreachable):
         host = f"machine {rank == 1 and odd == 'host'}"
-        load = {"load": lambda: None} if odd == "kernels" and rank == 1 else {}
-        with mock.patch.multiple(node_memory, _host=lambda: host, **load):
+        if odd == "kernels" and rank == 1:
+            node_memory.load.return_value = None  # type: ignore[attr-defined]
+        with mock.patch.object(node_memory, "_host", return_value=host):
             return [why_unavailable(group, PATIENCE_SECS) for _ in range(2)]
 
 

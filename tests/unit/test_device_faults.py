@@ -284,7 +284,7 @@ SETTINGS: dict[str, tuple[int, int, str]] = {
     "weights_dtype": (-1, 1, "the dtype of topk_weights: rank 0 has none, rank 2 has torch.float32"),
     "layout": (0, 1, "the layout: rank 0 has compact, rank 2 has expert_major"),
     "alignment": (1, 128, "the alignment: rank 0 has 1, rank 2 has 128"),
-    "exact": (0, 1, "exact: rank 0 has False, rank 2 has True"),
+    "exact": (0, 1, "exact: rank 0 has 0, rank 2 has 1"),
     "grad_enabled": (0, 1, "whether gradients are enabled (torch.no_grad): rank 0 has False, rank 2 has True"),
     "placement": (5, 6, "expert_placement: rank 0 has 5, rank 2 has 6"),
 }
