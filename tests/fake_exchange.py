@@ -13,6 +13,8 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -126,7 +128,8 @@ class FakeNode:
             "Event": FakeEvent,
             "current_stream": current,
             "is_current_stream_capturing": lambda: self.is_capturing,
-            "get_device_capability": lambda device: (9, 0),
+            "device": lambda device: nullcontext(),
+            "synchronize": lambda device: None,
         }
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -192,6 +195,7 @@ class FakeKernels:
     max_host_counts: int = 1 << 14
     header_words: int = 32
     unreachable: tuple[str, ...] = ()
+    uses_tma: bool = True
 
     def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> FakeExchange:  # noqa: N802 (a class)
         return FakeExchange(self.node, rank, size, timeout_secs)
@@ -204,6 +208,12 @@ class FakeKernels:
 
     def can_reach(self, peer_pci_bus_id: str) -> bool:
         return peer_pci_bus_id not in self.unreachable
+
+    def has_bulk_copies(self) -> bool:
+        return self.uses_tma
+
+    def has_bulk_copies(self) -> bool:
+        return True
 
     def geometry_length(self, size: int, num_local: int) -> int:
         return 4 + size + size * size + size * (self.max_chunks + 1) + 2 * num_local + 1
