@@ -1,5 +1,5 @@
 // moe_ep._C.Exchange: the intranode kernels with the memory they share. The contracts are in the headers of the launch
-// functions; moe_ep/backends/intranode/ calls them.
+// functions; moe_ep/backends/intranode.py calls them.
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -283,6 +283,7 @@ bool has_fault(Exchange& exchange) {
 void bind_intranode(py::module_& module) {
   const NoGil no_gil;
   module.def("pci_bus_id", &pci_bus_id);
+  module.def("has_bulk_copies", &has_bulk_copies);
   module.def("can_reach", &can_reach, py::arg("peer_pci_bus_id"));
   module.def("geometry_length", &Geometry::length, py::arg("size"), py::arg("num_local"));
   module.def("num_chunks", &num_chunks, py::arg("num_tokens"));

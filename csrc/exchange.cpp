@@ -126,6 +126,8 @@ void Exchange::begin_generation(uint32_t generation) {
   state.generation = generation;
   state.bad_slot = ~0ull;
   check_cuda(cudaMemcpy(world_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "intranode: a new generation");
+  // A copy from pageable memory may still be under way, and the kernels' stream does not wait for the default one.
+  check_cuda(cudaStreamSynchronize(nullptr), "intranode: a new generation");
   record_->timeout.valid = record_->refused.valid = record_->overflow.valid = record_->bad_idx.valid = 0;
 }
 

@@ -227,7 +227,7 @@ __device__ inline uint32_t block_ticket(State* state) {
   return shared_ticket;
 }
 
-// By a whole warp: every peer may read a part from now on (3). Each lane that wrote rows has fenced them.
+// By one lane a peer: it may read a part from now on (3). Each lane that wrote rows has fenced them.
 __device__ inline void post_flag(const World& world, const Turn& turn, int peer, int flag) {
   store_release(&world.control[peer]->flags[world.rank][turn.slot][flag], turn.tag);
 }

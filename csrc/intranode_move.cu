@@ -278,6 +278,12 @@ __global__ void moe_ep_move_bulk(const __grid_constant__ Call, const __grid_cons
 
 }  // namespace
 
+bool has_bulk_copies() {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, moe_ep_move_bulk), "dispatch: the kernel's attributes");
+  return attributes.ptxVersion >= 90;
+}
+
 void launch_move(const Call& call, const MoveInput& input, bool use_tma, int num_sms, cudaStream_t stream) {
   if (!use_tma) {
     moe_ep_move<<<num_sms, kCopyThreads, 0, stream>>>(call, input);

@@ -43,6 +43,8 @@ struct MoveWeights {
 // `use_tma`, and `bulk`, take the path of sm_90 and later; the others run everywhere. The weighted one there takes at
 // most 31 slots a token.
 void launch_move(const Call& call, const MoveInput& input, bool use_tma, int num_sms, cudaStream_t stream);
+// Whether the machine code that this GPU runs has the path of sm_90: code for an older one, or PTX of it, has not.
+bool has_bulk_copies();
 void launch_move_weighted(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                           int num_sms, cudaStream_t stream);
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,

@@ -122,6 +122,12 @@ struct Totals {
   int num_compact_rows;
 };
 
+// The caller's rows end at max_rows, also where more came: no GEMM may be sent behind them.
+__device__ int32_t offset_for_caller(const PlanInput& in, int64_t offset) {
+  const bool is_cut = in.expert_major && in.max_rows >= 0 && offset > in.max_rows;
+  return static_cast<int32_t>(is_cut ? in.max_rows : offset);
+}
+
 // By the last working block: sums over chunks, the geometry, and what the host waits for.
 __device__ void sum_up(const Call& call, const PlanInput& in, const Turn& turn, int32_t* expert_counts) {
   __shared__ Totals totals;
@@ -159,13 +165,15 @@ __device__ void sum_up(const Call& call, const PlanInput& in, const Turn& turn, 
       const int padded = static_cast<int>((count + in.alignment - 1) / in.alignment * in.alignment);
       const int before = exclusive_scan(padded, &total);
       if (expert < in.num_local) {
-        offsets[expert] = in.expert_offsets[expert] = static_cast<int32_t>(carry + before);
+        offsets[expert] = static_cast<int32_t>(carry + before);
+        in.expert_offsets[expert] = offset_for_caller(in, carry + before);
         counts[expert] = in.expert_counts[expert] = count;
       }
       carry += total;
     }
     if (lane == 0) {
-      offsets[in.num_local] = in.expert_offsets[in.num_local] = static_cast<int32_t>(carry);
+      offsets[in.num_local] = static_cast<int32_t>(carry);
+      in.expert_offsets[in.num_local] = offset_for_caller(in, carry);
       int compact = 0;
       for (int source = 0; source < size; ++source) {
         compact += totals.rank_rows[source][world.rank];

@@ -246,7 +246,7 @@ class NormalMode(ABC):
         if topk_idx is None:
             if num_worst_tokens:
                 raise ValueError("num_worst_tokens needs topk_idx and topk_weights; give them, or leave it 0.")
-            topk_idx = _one_expert_a_rank(in_rank_TW, placement)
+            topk_idx = _one_expert_a_rank(in_rank_TW, placement, rows)
         else:
             check_topk(rows, topk_idx, topk_weights)
         if topk_weights is not None:
@@ -270,6 +270,7 @@ class NormalMode(ABC):
         self._check_compact(handle)
         if topk_idx is not None or topk_weights is not None:
             raise ValueError("dispatch was given a handle and topk_idx or topk_weights; a handle holds the routing.")
+        _check_device(rows, handle.send_token.device, "x")
         if rows.shape[0] != handle.num_tokens:
             raise ValueError(
                 f"x has {rows.shape[0]} rows, but the handle was made for {handle.num_tokens} tokens; give as many."
@@ -385,17 +386,24 @@ def _split(x: Rows) -> tuple[Tensor, Tensor | None]:
             f"x[1] is {scales.dtype} of shape {list(scales.shape)}; scales are float32 or int32 [T, n] with "
             f"T = {rows.shape[0]}."
         )
+    _check_device(scales, rows.device, "x[1]")
     return rows.detach(), scales.detach()
 
 
-def _one_expert_a_rank(in_rank_TW: Tensor, placement: ExpertPlacement) -> Tensor:
+def _check_device(tensor: Tensor, device: torch.device, name: str) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, where the rest of the call is.")
+
+
+def _one_expert_a_rank(in_rank_TW: Tensor, placement: ExpertPlacement, rows: Tensor) -> Tensor:
     """[T, W] ids that route as `is_token_in_rank` says: the first expert of each rank, or -1."""
     check_tensor(in_rank_TW, "is_token_in_rank")
-    if in_rank_TW.dtype != torch.bool or in_rank_TW.dim() != 2 or in_rank_TW.shape[1] != placement.world_size:
+    if in_rank_TW.dtype != torch.bool or in_rank_TW.shape != (rows.shape[0], placement.world_size):
         raise ValueError(
             f"is_token_in_rank is {in_rank_TW.dtype} of shape {list(in_rank_TW.shape)}; it must be bool "
-            f"[T, {placement.world_size}]."
+            f"[{rows.shape[0]}, {placement.world_size}], a row for each of x."
         )
+    _check_device(in_rank_TW, rows.device, "is_token_in_rank")
     first = [(placement.experts_of(rank) or (-1,))[0] for rank in range(placement.world_size)]
     empty = [rank for rank, expert in enumerate(first) if expert < 0]
     if empty and bool(in_rank_TW[:, empty].any()):
@@ -410,6 +418,7 @@ def _biases(bias: Tensor | tuple[Tensor, Tensor] | None, x: Tensor, handle: Disp
     biases = bias if isinstance(bias, tuple) else (bias,)
     for tensor in biases:
         check_tensor(tensor, "bias")
+        _check_device(tensor, x.device, "bias")
         if tensor.shape != (handle.num_tokens, x.shape[1]) or tensor.dtype != x.dtype:
             raise ValueError(
                 f"bias is {tensor.dtype} of shape {list(tensor.shape)}; it must be {x.dtype} "
@@ -420,6 +429,7 @@ def _biases(bias: Tensor | tuple[Tensor, Tensor] | None, x: Tensor, handle: Disp
 
 def _row_weights(weights: Tensor, handle: DispatchHandle) -> Tensor:
     check_tensor(weights, "topk_weights")
+    _check_device(weights, handle.send_token.device, "topk_weights")
     if weights.dtype not in ROW_DTYPES or weights.shape != (handle.num_rows, handle.num_topk):
         raise ValueError(
             f"topk_weights is {weights.dtype} of shape {list(weights.shape)}; it must be float32 "

@@ -23,6 +23,7 @@ from moe_ep.backends.node_rows import POISON, aligned, name_of, native_rows, poi
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
+from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement, fingerprint_of
 
 
@@ -40,7 +41,7 @@ class IntranodeBackend(NodeCalls):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0) -> None:
         super().__init__(group, timeout_secs, num_bytes)
-        self._uses_tma = torch.cuda.get_device_capability(self._device)[0] >= 9
+        self._uses_tma = self._kernels.has_bulk_copies()
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -92,12 +93,12 @@ class IntranodeBackend(NodeCalls):
         known = tensors.read(self._exchange)
         try:
             tensors.allocate(known.num_rows, known)
-        except torch.OutOfMemoryError:
+            with self._launching("dispatch", tensors) as stream:
+                self._fill(tensors, packed, num_match, stream)
+        except Exception:  # the peers wait for the end of a call that they hold for made
             with self._launching("dispatch") as stream:
                 self._exchange.done_only(header=packed, stream=stream)
             raise
-        with self._launching("dispatch", tensors) as stream:
-            self._fill(tensors, packed, num_match, stream)
         handle = self._handle(request, tensors, known)
         self._make_room(handle, request.x.shape[1] * request.x.element_size())
         return tensors.plan(handle)
@@ -128,7 +129,10 @@ class IntranodeBackend(NodeCalls):
         counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64, copy=True))  # it sums in place
         torch.cuda.current_stream(self._device).wait_stream(self._stream)  # read below, also where the call is async
         mine = torch.tensor(placement.experts_of(self.rank), dtype=torch.int64, device=self._device)
-        return [int(count) for count in counts[mine].tolist()]
+        wanted = [int(count) for count in counts[mine].tolist()]
+        if faults := self.take_faults():  # the sum was not made, and the host has waited for it
+            raise RuntimeError(" ".join(faults))
+        return wanted
 
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
         return self._move("cached dispatch", handle, x)[0]
@@ -229,7 +233,8 @@ class IntranodeBackend(NodeCalls):
         given = rows.shape[1]
         rows = aligned(rows).contiguous()
         bias = tuple(aligned(tensor).contiguous() for tensor in bias)
-        weights = None if weights is None else weights.contiguous()
+        given_weights = weights
+        weights = _as_factors(weights, rows.dtype)
         row_bytes = rows.shape[1] * rows.element_size()
         num_compact = handle.num_compact_rows if handle.is_known else handle.recv_token.shape[0]
         offsets = (0, 0)
@@ -243,7 +248,7 @@ class IntranodeBackend(NodeCalls):
         self._make_room(handle, row_bytes, exact=exact)
         places = self._memory.places_of([rows]) if handle.layout == "compact" else ()
         packed, num_match = self._header(
-            operation, handle, given, rows.dtype, weights, exact, own_bytes, offsets, places
+            operation, handle, given, rows.dtype, given_weights, exact, own_bytes, offsets, places
         )
         y = rows.new_empty(handle.num_tokens, rows.shape[1])
         with self._launching(operation, rows, weights, y, *bias, *_tensors_of(handle)) as stream:
@@ -314,9 +319,9 @@ class IntranodeBackend(NodeCalls):
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         rows = None if rows is None else aligned(rows).contiguous()
-        weights = None if weights is None else weights.contiguous()
-        grad_rows, _, grad_weights = self._move("combine backward", handle, grad_y, None, rows, weights)
-        return grad_rows, grad_weights
+        factors = _as_factors(weights, grad_y.dtype)
+        grad_rows, _, grad_weights = self._move("combine backward", handle, grad_y, None, rows, factors)
+        return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
 
     # -- the group --------------------------------------------------------------------------------------------------
 
@@ -362,9 +367,10 @@ class IntranodeBackend(NodeCalls):
         return self._faults.take()
 
     def reset(self) -> None:
-        self._stream.synchronize()
+        self._synchronize()
         try:
-            self._memory.reset()
+            with torch.cuda.device(self._device):
+                self._memory.reset()
         except RuntimeError as error:  # the others may have a new generation by now
             self._faults.stop(str(error))
             raise
@@ -389,7 +395,8 @@ class IntranodeBackend(NodeCalls):
             self.refuse(operation, error)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._memory.empty(shape, dtype)
+        with torch.cuda.device(self._device):
+            return self._memory.empty(shape, dtype)
 
     # -- along a handle -----------------------------------------------------------------------------------------------
 
@@ -459,6 +466,11 @@ class IntranodeBackend(NodeCalls):
             self._grow_together(
                 Header(operation=OPERATIONS.index("combine"), hidden=row_bytes, handle=handle.uid), need_bytes
             )
+
+
+def _as_factors(weights: Tensor | None, rows_dtype: torch.dtype) -> Tensor | None:
+    """[R] weights in the dtype of the sums, which the kernels multiply in."""
+    return None if weights is None else weights.to(accumulation_dtype(rows_dtype)).contiguous()
 
 
 def _tensors_of(handle: DispatchHandle) -> tuple[Tensor, ...]:

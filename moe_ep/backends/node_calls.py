@@ -62,10 +62,17 @@ class NodeCalls:
         self._closed = True
         # Peers may still read what this rank published last.
         self._exchange.drain(header=self._pack(Header(), OK, 0)[0], stream=self._stream.cuda_stream)
-        self._stream.synchronize()
+        self._synchronize()
         self._kept.clear()
         self._kept_for_graphs.clear()
         self._memory.close()
+
+    def _synchronize(self) -> None:
+        """Until no kernel of this exchange runs: a graph replays on whatever stream its caller chose."""
+        if self._is_in_graph:
+            torch.cuda.synchronize(self._device)
+        else:
+            self._stream.synchronize()
 
     @property
     def _host_limit_secs(self) -> float:
@@ -130,7 +137,8 @@ class NodeCalls:
                 f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
             )
         try:
-            self._memory.grow(need_bytes)
+            with torch.cuda.device(self._device):
+                self._memory.grow(need_bytes)
         except RuntimeError as error:  # mappings may be gone, here or on a peer: no kernel may look for them
             self._faults.stop(f"{error} Buffer.reset() on every rank makes the buffer usable again.")
             raise
@@ -146,15 +154,16 @@ class NodeCalls:
             raise RuntimeError(f"{operation} was not started: the buffer is closed. Close it after the last backward.")
         self._faults.raise_if_dead(operation)
         self._is_in_graph |= torch.cuda.is_current_stream_capturing()
-        current = torch.cuda.current_stream(self._device)
-        self._before.record(current)
-        self._stream.wait_event(self._before)
-        yield self._stream.cuda_stream
-        if self.joins_stream:
-            self._after.record(self._stream)
-            current.wait_event(self._after)
-        else:
-            self._keep(tensors)
+        with torch.cuda.device(self._device):  # the caller's may be another one by now
+            current = torch.cuda.current_stream(self._device)
+            self._before.record(current)
+            self._stream.wait_event(self._before)
+            yield self._stream.cuda_stream
+            if self.joins_stream:
+                self._after.record(self._stream)
+                current.wait_event(self._after)
+            else:
+                self._keep(tensors)
 
     def _keep(self, tensors: tuple[object, ...]) -> None:
         """Holds what a call reads and writes until it has ended, since no stream waits for it yet."""

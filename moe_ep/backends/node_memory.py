@@ -170,7 +170,9 @@ class NodeMemory:
             rank=self.rank, size=len(self.ranks), timeout_secs=timeout_secs
         )
         self._share("control", self.exchange.export_control, self.exchange.open_control)
-        self._open(slot_bytes, "start")
+        # One size on all ranks: a rank finds its peers' slots by its own.
+        sizes = [int(text) for text in self._gather("start/size", str(slot_bytes), timeout_secs)]
+        self._open(max(sizes), "start")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor that the peers read where it lies. Collective; shapes may differ.

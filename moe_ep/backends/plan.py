@@ -76,6 +76,8 @@ def finish_plan(
                 row_weights = torch.full_like(row_weights, float("nan"))
     offsets = torch.zeros(num_local + 1, dtype=torch.int32, device=idx_SK.device)
     offsets[1:] = torch.cumsum(experts.padded_counts, 0)
+    if expert_major and request.max_rows is not None:
+        offsets.clamp_(max=request.max_rows)  # where more came than there are rows, no GEMM may be sent behind them
     pairs = tuple(int((ids >= 0).sum()) for ids in torch.split(idx_SK, list(handle.recv_counts)))
     handle = replace(handle, num_rows=num_rows, overflowed=overflowed, row_pair=row_pair, recv_pairs=pairs)
     waits = request.max_rows is None

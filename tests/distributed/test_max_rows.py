@@ -238,3 +238,13 @@ def test_a_rank_that_receives_nothing_may_ask_for_no_rows(ranks: Pools, setup: S
     for rank, (num_rows, y) in enumerate(ranks.run(nothing_received, setup.world, setup)):
         assert num_rows == (0 if rank else 3 * setup.world)
         assert y == [2.0] * 12
+
+
+def test_after_an_overflow_the_offsets_end_where_the_rows_do() -> None:
+    """A grouped GEMM takes its ranges from them and checks no bound."""
+    with moe_ep.Buffer() as buffer:
+        idx = torch.tensor([[0], [1], [1], [2]])
+        out = moe_ep.dispatch(buffer, torch.ones(4, 8), idx, num_experts=3, max_rows=2)
+        assert out.expert_offsets.tolist() == [0, 1, 2, 2]
+        assert out.expert_counts.tolist() == [1, 2, 1]
+        assert "max_rows is 2" in caught(buffer.check)[1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep._native import require
 from tests.distributed.conformance import check_routing
 from tests.ranks import Pools
 from tests.routing import ROUTINGS, TOKEN_COUNTS
@@ -20,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _without_copy_engine(group: dist.ProcessGroup, layout: str, dtype: torch.dtype) -> int:
     """As on a GPU before sm_90: rows travel through registers, 16 bytes a thread."""
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+    with mock.patch.object(require(), "has_bulk_copies", return_value=False):
         return _every_routing(group, layout, dtype, 4, torch.int64, False)
 
 

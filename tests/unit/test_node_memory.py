@@ -249,3 +249,8 @@ def test_a_rank_that_does_not_construct_is_named(pair: FakeNode) -> None:
     kind, text = caught(lambda: NodeMemory(pair.group(0, first=4), LIMIT_SECS, 0))
     assert kind is EPTimeoutError
     assert "the EP group of ranks [4, 5] did not meet within 0.6 s: rank 5 did not take part" in text
+
+
+def test_ranks_that_ask_for_different_sizes_get_the_largest(node: FakeNode) -> None:
+    memories = node.run(lambda rank: NodeMemory(node.group(rank), PATIENCE_SECS, 1000 if rank else 3 * UNIT_BYTES + 1))
+    assert [memory.exchange.slot_bytes for memory in memories] == [4 * UNIT_BYTES] * len(memories)
