@@ -14,7 +14,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -195,7 +194,6 @@ class FakeKernels:
     max_host_counts: int = 1 << 14
     header_words: int = 32
     unreachable: tuple[str, ...] = ()
-    uses_tma: bool = True
 
     def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> FakeExchange:  # noqa: N802 (a class)
         return FakeExchange(self.node, rank, size, timeout_secs)
@@ -208,9 +206,6 @@ class FakeKernels:
 
     def can_reach(self, peer_pci_bus_id: str) -> bool:
         return peer_pci_bus_id not in self.unreachable
-
-    def has_bulk_copies(self) -> bool:
-        return self.uses_tma
 
     def has_bulk_copies(self) -> bool:
         return True
