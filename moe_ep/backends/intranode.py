@@ -353,7 +353,8 @@ class IntranodeBackend(NodeCalls):
         return tensor if out.data_ptr() == tensor.data_ptr() else tensor.copy_(out.view(tensor.shape))
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        if isinstance(error, EPTimeoutError) or self._closed:
+        # Inside a capture nothing runs that could tell the others; their replays will find this rank missing.
+        if isinstance(error, EPTimeoutError) or self._closed or torch.cuda.is_current_stream_capturing():
             raise error
         header = Header(operation=OPERATIONS.index(operation))
         packed, num_match = self._pack(header, status_of(error), 0)
