@@ -12,6 +12,7 @@ from benchmarks.records import Row
 COLOURS = {("cached_dispatch", "bfloat16"): "C0", ("cached_dispatch", "fp8"): "C1", ("combine", "bfloat16"): "C2"}
 PEER_MARKERS = {"deep_ep": "s", "nccl": "^", "torch_symm": "v"}
 TOKENS_SMS = {False: 24, True: 16}  # the budget at which curves over tokens are drawn, by registered
+_ANY_TOKENS = {key: value for key, value in BASE.items() if key != "tokens"}
 
 
 def draw(rows: Sequence[Row], path: Path) -> str:
@@ -23,21 +24,24 @@ def draw(rows: Sequence[Row], path: Path) -> str:
         from matplotlib import pyplot
     except ImportError:
         return f"No picture: matplotlib is not installed; install it and run marks.py with --png {path} again."
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.2), sharey=True)
-    drawn = _against_sms(left, rows) + _against_tokens(right, rows)
+    shows_tokens = len({row["tokens"] for row in rows if matches(row, _ANY_TOKENS)}) > 1
+    figure, panels = pyplot.subplots(1, 1 + shows_tokens, figsize=(14, 5.2), sharey=True, squeeze=False)
+    left = panels[0, 0]
+    drawn = _against_sms(left, rows) + (_against_tokens(panels[0, 1], rows) if shows_tokens else 0)
     if not drawn:
         pyplot.close(figure)
         return "No picture: no row of cached_dispatch or combine on two GPUs."
     ceilings = [row["ceiling_gbps"] for row in rows if matches(row, {"gpus": 2, "world": 2}) and row["ceiling_gbps"]]
-    for axes in (left, right):
+    for axes in panels[0]:
         if ceilings:
             axes.axhline(max(ceilings), color="black", linestyle=":", label="copy engine, both directions")
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=7)
+    known = {label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(known.values()), list(known), loc="center right", fontsize=8, handlelength=4)
     left.set_ylabel("GB/s a direction, remote bytes over the whole call")
     figure.suptitle(f"{rows[0]['hardware']}, H=7168, E=256, K=8, two ranks, commit {rows[0]['commit']}", fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 0.78, 1))  # the legend stands beside the panels
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -65,11 +69,10 @@ def _against_tokens(axes: Any, rows: Sequence[Row]) -> int:
     axes.set_xlabel("tokens a rank")
     axes.set_xscale("log", base=2)
     axes.set_title("24 SMs, 16 where the input is registered", fontsize=9)
-    any_tokens = {key: value for key, value in BASE.items() if key != "tokens"}
-    ours = [row for row in rows if matches(row, any_tokens) and row["num_sms"] == TOKENS_SMS[row["registered"]]]
+    ours = [row for row in rows if matches(row, _ANY_TOKENS) and row["num_sms"] == TOKENS_SMS[row["registered"]]]
     drawn = _curves(axes, ours, "tokens")
     for system, marker in PEER_MARKERS.items():
-        theirs = [row for row in rows if matches(row, {**any_tokens, "system": system})]
+        theirs = [row for row in rows if matches(row, {**_ANY_TOKENS, "system": system})]
         drawn += _curves(axes, theirs, "tokens", f", {system}", marker, linestyle=":")
     return drawn
 
