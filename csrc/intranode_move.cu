@@ -74,7 +74,6 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
 }
 
 // -- rows through shared memory by the copy engine: sm_90 and later
-// -----------------------------------------------------
 
 // A warp is a worker with a ring of stages. Rows longer than a stage travel in pieces.
 constexpr int kWorkers = 4;

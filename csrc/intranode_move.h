@@ -1,8 +1,6 @@
 // Rows travel along a plan: dispatch, and with weights the backward of combine. T tokens here, R rows handed out.
 #pragma once
 
-#include <string>
-
 #include "exchange.h"
 #include "row_kind.h"
 

@@ -8,7 +8,6 @@ namespace moe_ep {
 namespace {
 
 // -- with weights: the backward of combine
-// ------------------------------------------------------------------------------
 
 constexpr int kTeamWarps = 4;
 constexpr int kTeamThreads = kTeamWarps * 32;
