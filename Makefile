@@ -91,7 +91,9 @@ $(STAMP): Makefile pyproject.toml setup.py $(CSRC)
 	  || { echo "No package index here offers torch 2.13.0+cpu: installing torch 2.13.0, which is larger."; \
 	       $(BIN)/python -m pip install --quiet "torch==2.13.0"; }; \
 	fi
-	@PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
+	@# Without a GPU the extension is only imported: one architecture will do, csrc-check compiles them all.
+	@if ! nvidia-smi -L > /dev/null 2>&1; then export MOE_EP_CUDA_ARCHS="$${MOE_EP_CUDA_ARCHS:-sm_90a}"; fi; \
+	PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
 	@$(BIN)/python -c 'from moe_ep import _native; print(f"Installed moe_ep {_native.describe()}.")'
 	@touch $@
 
