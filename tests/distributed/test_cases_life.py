@@ -167,7 +167,8 @@ def stack_layers(group: dist.ProcessGroup, shared: bool) -> list[int]:
 @on_two
 def test_forty_eight_layers_hold_their_memory(ranks: Pools, world: int, shared: bool) -> None:
     for memory in ranks.run(stack_layers, world, shared, timeout_secs=100.0):
-        assert memory[1] - memory[0] < 2 * 1024, memory  # a handle that stays in every layer and step is 5 MiB
+        # A handle that stays in every layer and step is 5 MiB; behind the compile tests 2.4 MiB were seen without one.
+        assert memory[1] - memory[0] < 3.5 * 1024, memory
 
 
 # -- T07 --------------------------------------------------------------------------------------------------------------
