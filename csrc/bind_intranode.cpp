@@ -286,13 +286,9 @@ void bind_intranode(py::module_& module) {
   module.def("has_bulk_copies", &has_bulk_copies);
   module.def("can_reach", &can_reach, py::arg("peer_pci_bus_id"));
   module.def("geometry_length", &Geometry::length, py::arg("size"), py::arg("num_local"));
-  module.def("num_chunks", &num_chunks, py::arg("num_tokens"));
   module.def("chunk_tokens", &chunk_tokens, py::arg("num_tokens"));
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_chunks") = kMaxChunks;
-  module.attr("max_local_experts") = kMaxLocalExperts;
-  module.attr("max_host_counts") = kMaxHostCounts;
-  module.attr("header_words") = kHeaderWords;
 
   py::class_<PlanInput>(module, "PlanInput")
       .def(py::init(&plan_input), py::kw_only(), py::arg("ids"), py::arg("id_bytes"), py::arg("id_stride_token"),

@@ -1,4 +1,4 @@
-// What a launch asks of the device before it chooses its grid and its shared memory.
+// What a launch asks of the device before it chooses its grid.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,17 +14,6 @@ inline int device_sms() {
   check_cuda(cudaGetDevice(&device), "asking for the current device");
   check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "asking for the number of SMs");
   return num_sms;
-}
-
-// A block gets more than 48 KiB of dynamic shared memory only where the kernel has been allowed to.
-template <typename Kernel>
-void allow_shared_bytes(Kernel kernel, size_t num_bytes, const char* what) {
-  constexpr size_t kFree = 48 * 1024;
-  if (num_bytes > kFree) {
-    check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(num_bytes)),
-               what);
-  }
 }
 
 }  // namespace moe_ep

@@ -5,6 +5,7 @@
 #include "device_limits.h"
 #include "grid.h"
 #include "route_scores.h"
+#include "shared_memory.h"
 #include "topk.h"
 
 namespace moe_ep {
@@ -235,8 +236,8 @@ void launch_topk_route(const float* logits, const float* expert_bias, const uint
   const size_t shared_bytes = (num_experts + kRouteWarps * scratch_size) * sizeof(int);
   const int max_blocks = num_sms > 0 ? num_sms : kBlocksPerSm * device_sms();
   with_experts_per_lane(num_experts, [&](auto per_lane) {
-    const auto kernel = topk_route_kernel<per_lane.value>;
-    allow_shared_bytes(kernel, shared_bytes, "topk_route: the shared memory");
+    constexpr auto kernel = topk_route_kernel<per_lane.value>;
+    allow_shared_memory<kernel>(static_cast<int>(shared_bytes), "topk_route: the shared memory");
     kernel<<<grid_size(num_tokens, kRouteWarps, max_blocks), kRouteThreads, shared_bytes, stream>>>(
         logits, expert_bias, padding_mask, topk_idx, topk_weights, probs, reinterpret_cast<unsigned long long*>(counts),
         num_tokens, num_experts, options);

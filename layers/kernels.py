@@ -24,16 +24,6 @@ def serve(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     return tensor.is_cuda and tensor.dtype in dtypes and are_installed()
 
 
-def address(tensor: Tensor | None) -> int:
-    """What a kernel gets for a tensor; 0 for none."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def name(dtype: torch.dtype) -> str:
-    """The name by which csrc knows a dtype, as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def launch_on(tensor: Tensor) -> tuple[AbstractContextManager[Any], int]:
     """The device to make current around a launch, and the stream to launch on."""
     return torch.cuda.device(tensor.device), torch.cuda.current_stream(tensor.device).cuda_stream

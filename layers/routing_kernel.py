@@ -18,6 +18,7 @@ from moe_ep import _native
 from moe_ep.autograd import ops
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.config import RouterConfig
+from moe_ep.kernel_arguments import address
 from moe_ep.layers import kernels
 
 _MAX_EXPERTS: Final = 1024  # as in csrc/topk.h
@@ -237,11 +238,11 @@ def _launch(
     with device:
         _native.require().topk_route(
             logits=logits_TE.data_ptr(),
-            expert_bias=kernels.address(expert_bias),
-            padding_mask=kernels.address(padding_mask),
+            expert_bias=address(expert_bias),
+            padding_mask=address(padding_mask),
             topk_idx=topk_idx_TK.data_ptr(),
             topk_weights=topk_weights_TK.data_ptr(),
-            probs=kernels.address(probs_TE if needs_probs else None),
+            probs=address(probs_TE if needs_probs else None),
             counts=counts_E.data_ptr(),
             num_tokens=logits_TE.shape[0],
             num_experts=logits_TE.shape[1],
@@ -273,8 +274,8 @@ def _launch_backward(
         _native.require().topk_route_backward(
             logits=logits_TE.data_ptr(),
             topk_idx=topk_idx_TK.data_ptr(),
-            grad_weights=kernels.address(grad_weights_TK),
-            grad_probs=kernels.address(grad_probs_TE),
+            grad_weights=address(grad_weights_TK),
+            grad_probs=address(grad_probs_TE),
             probs_stride=probs_stride,
             grad_logits=grad_TE.data_ptr(),
             num_tokens=logits_TE.shape[0],

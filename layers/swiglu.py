@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_ep import _native
 from moe_ep.autograd import ops
 from moe_ep.autograd.once import once_differentiable
+from moe_ep.kernel_arguments import dtype_name
 from moe_ep.layers import kernels
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -127,7 +128,7 @@ def _launch(projected: Tensor, expert_offsets: Tensor | None) -> Tensor:
     with device:
         _native.require().swiglu(
             projected=projected.data_ptr(),
-            dtype=kernels.name(projected.dtype),
+            dtype=dtype_name(projected.dtype),
             out=out.data_ptr(),
             num_rows_device=_last_address(expert_offsets),
             num_rows=out.numel() // ffn,
@@ -147,7 +148,7 @@ def _launch_backward(projected: Tensor, grad_out: Tensor, expert_offsets: Tensor
         _native.require().swiglu_backward(
             projected=projected.data_ptr(),
             grad_out=grad_out.data_ptr(),
-            dtype=kernels.name(projected.dtype),
+            dtype=dtype_name(projected.dtype),
             grad_projected=grad_projected.data_ptr(),
             num_rows_device=_last_address(expert_offsets),
             num_rows=grad_out.numel() // ffn,

@@ -190,9 +190,6 @@ class FakeKernels:
     rank: int
     max_ranks: int = 16
     max_chunks: int = 64
-    max_local_experts: int = 1 << 14
-    max_host_counts: int = 1 << 14
-    header_words: int = 32
     unreachable: tuple[str, ...] = ()
 
     def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> FakeExchange:  # noqa: N802 (a class)
@@ -216,9 +213,6 @@ class FakeKernels:
     def chunk_tokens(self, num_tokens: int) -> int:
         even = -(-num_tokens // self.max_chunks)
         return 32 if even <= 32 else -(-even // 8) * 8
-
-    def num_chunks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.chunk_tokens(num_tokens))
 
 
 @dataclass

@@ -19,10 +19,11 @@ from moe_ep.backends.device_faults import GO
 from moe_ep.backends.header import DTYPES, OK, OPERATIONS, Header, status_of
 from moe_ep.backends.kernel_view import kernel_view
 from moe_ep.backends.node_calls import DOES_NOT_FIT, NodeCalls
-from moe_ep.backends.node_rows import POISON, aligned, name_of, native_rows, pointer, round_up
+from moe_ep.backends.node_rows import POISON, aligned, native_rows, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
+from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement, fingerprint_of
 
@@ -181,10 +182,10 @@ class IntranodeBackend(NodeCalls):
                 num_rows=handle.num_rows,
                 is_registered=bool(places),
                 use_tma=self._uses_tma,
-                dtype=name_of(x.dtype),
-                weights=pointer(weights),
-                made_rows=pointer(made_rows),
-                grad_weights=pointer(grad_weights),
+                dtype=dtype_name(x.dtype),
+                weights=address(weights),
+                made_rows=address(made_rows),
+                grad_weights=address(grad_weights),
                 num_sms=self.num_sms,
                 stream=stream,
             )
@@ -257,9 +258,9 @@ class IntranodeBackend(NodeCalls):
                 num_match=num_match,
                 rows=rows.data_ptr(),
                 num_rows=handle.num_rows,
-                weights=pointer(weights),
-                bias_0=pointer(bias[0] if bias else None),
-                bias_1=pointer(bias[1] if len(bias) > 1 else None),
+                weights=address(weights),
+                bias_0=address(bias[0] if bias else None),
+                bias_1=address(bias[1] if len(bias) > 1 else None),
                 num_tokens=handle.num_tokens,
                 row_bytes=row_bytes,
                 pair_row=handle.pair_row.data_ptr(),
@@ -276,7 +277,7 @@ class IntranodeBackend(NodeCalls):
                 is_weighted=weights is not None,
                 is_registered=bool(places),
                 use_tma=self._uses_tma,
-                dtype=name_of(rows.dtype),
+                dtype=dtype_name(rows.dtype),
                 num_sms=self.num_sms,
                 stream=stream,
             )
@@ -309,7 +310,7 @@ class IntranodeBackend(NodeCalls):
                 geometry=handle.geometry.data_ptr(),
                 sums=sums,
                 out=out.data_ptr(),
-                dtype=name_of(numbers.dtype),
+                dtype=dtype_name(numbers.dtype),
                 num_sms=self.num_sms,
                 stream=stream,
             )
@@ -346,7 +347,7 @@ class IntranodeBackend(NodeCalls):
                 numbers=numbers.data_ptr(),
                 out=out.data_ptr(),
                 count=numbers.numel(),
-                dtype=name_of(numbers.dtype),
+                dtype=dtype_name(numbers.dtype),
                 num_sms=self.num_sms,
                 stream=stream,
             )

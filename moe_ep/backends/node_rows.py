@@ -23,15 +23,6 @@ _UNIT_PATTERN = {torch.float32: 0x3F8000003F800000, torch.int32: int(UNIT_SCALE[
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """As csrc spells a dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def round_up(num_bytes: int) -> int:
     """To a multiple of 256, at which things begin in a slot."""
     return (num_bytes + 255) // 256 * 256

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep.backends.node_rows import POISON, aligned, name_of, native_rows, pointer, round_up
+from moe_ep.backends.node_rows import POISON, aligned, native_rows, round_up
 from moe_ep.fp8 import UNIT_SCALE
+from moe_ep.kernel_arguments import address, dtype_name
 
 ROW_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
@@ -41,7 +42,7 @@ def assert_ready(rows: Tensor, given: Tensor) -> None:
     assert not bits[:, split:].any(), "what fills a row up is zero"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_of_any_width_become_multiples_of_16_bytes_and_keep_their_bits(dtype: torch.dtype) -> None:
     for width in WIDTHS:
         for num_tokens in (0, 1, 5):
@@ -61,7 +62,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", STRIDED)
 def test_rows_with_any_strides_and_any_start_are_taken(dtype: torch.dtype, name: str) -> None:
     for width in (3, 16, 33):
@@ -69,7 +70,7 @@ def test_rows_with_any_strides_and_any_start_are_taken(dtype: torch.dtype, name:
         assert_ready(aligned(given), given)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_that_begin_beside_16_bytes_are_copied(dtype: torch.dtype) -> None:
     flat = make_rows(1, 4 * 16 + 1, dtype)[0]
     given = flat[1:].view(4, 16)
@@ -79,7 +80,7 @@ def test_rows_that_begin_beside_16_bytes_are_copied(dtype: torch.dtype) -> None:
     assert rows.data_ptr() != given.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_that_are_ready_are_not_copied(dtype: torch.dtype) -> None:
     given = make_rows(6, 64, dtype)
     ready = [given, given[::2], given[1:], given[:, 16:48], given[:1].expand(6, 64), given[:0]]
@@ -104,7 +105,7 @@ def repeated(pattern: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(struct.pack("<Q", pattern)), dtype=torch.uint8).view(dtype)
 
 
-@pytest.mark.parametrize("dtype", POISON, ids=name_of)
+@pytest.mark.parametrize("dtype", POISON, ids=dtype_name)
 def test_rows_that_are_given_up_are_nan(dtype: torch.dtype) -> None:
     values = repeated(POISON[dtype], dtype)
     if dtype.is_floating_point:
@@ -113,7 +114,7 @@ def test_rows_that_are_given_up_are_nan(dtype: torch.dtype) -> None:
         assert values.view(torch.float8_e4m3fn).to(torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=dtype_name)
 def test_scales_of_padding_rows_are_one_and_those_of_rows_given_up_are_no_scale(dtype: torch.dtype) -> None:
     scales = torch.ones(2, 4, dtype=dtype)
     *_, poison, padding = native_rows(scales, scales, True)
@@ -138,5 +139,5 @@ def test_parts_of_a_slot_begin_at_256_bytes() -> None:
 
 def test_no_tensor_is_the_null_pointer() -> None:
     tensor = torch.zeros(2)
-    assert (pointer(None), pointer(tensor)) == (0, tensor.data_ptr())
-    assert (name_of(torch.float8_e4m3fn), name_of(torch.bfloat16)) == ("float8_e4m3fn", "bfloat16")
+    assert (address(None), address(tensor)) == (0, tensor.data_ptr())
+    assert (dtype_name(torch.float8_e4m3fn), dtype_name(torch.bfloat16)) == ("float8_e4m3fn", "bfloat16")
