@@ -50,9 +50,13 @@ def _mm(a: Tensor, b: Tensor, operands: torch.dtype, out_dtype: torch.dtype) -> 
     with torch.autocast(device_type=a.device.type, enabled=False):  # backward may run inside the caller's autocast
         a, b = a.to(operands), b.to(operands)
         if operands != torch.bfloat16:
-            return torch.mm(a, b).to(out_dtype)
-        if out_dtype == torch.bfloat16:  # the GEMM rounds its float32 sums itself, which spares a pass over the result
-            return torch.mm(a, b)
-        if _MM_HAS_OUT_DTYPE:
-            return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
-        return torch.mm(a.float(), b.float()).to(out_dtype)
+            product = torch.mm(a, b)
+        elif out_dtype == torch.bfloat16:  # the GEMM rounds its float32 sums itself: no pass over the result
+            product = torch.mm(a, b)
+        elif _MM_HAS_OUT_DTYPE:
+            product = torch.mm(a, b, out_dtype=torch.float32)
+        else:
+            product = torch.mm(a.float(), b.float())
+    # Not .to() where it does nothing: in PyTorch 2.11 a compiled Function that returns an alias of what it made gets no
+    # gradient (pytorch issue 180642).
+    return product if product.dtype == out_dtype else product.to(out_dtype)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from moe_ep.layers.router import TopKRouter
+from moe_ep.layers.router_gemm import router_logits
+from tests.compare import assert_same_bits
 from tests.unit.router_helpers import logit_router, make_config, set_bias
 
 
@@ -115,6 +117,20 @@ def test_deepcopy_has_its_own_parameters_and_the_same_routing() -> None:
     with torch.no_grad():
         twin.weight.zero_()
     assert torch.equal(router.weight, torch.eye(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_compiled_router_gemm_has_eagers_gradients(dtype: torch.dtype) -> None:
+    """Case O01. PyTorch 2.11 gave none at all where the forward of a Function ended with a cast that does nothing."""
+    torch._dynamo.reset()
+    results = []
+    for function in (router_logits, torch.compile(router_logits, backend="aot_eager", fullgraph=True)):
+        g = torch.Generator().manual_seed(0)
+        leaves = [torch.randn(size, 8, generator=g).to(dtype).requires_grad_() for size in (5, 4)]
+        results.append(torch.autograd.grad(function(*leaves).square().sum(), leaves))
+    for name, eager, compiled in zip(("dx", "dweight"), *results, strict=True):
+        assert bool(eager.any())
+        assert_same_bits(compiled, eager, name)
 
 
 def test_no_tokens_is_an_ordinary_input() -> None:
