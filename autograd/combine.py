@@ -36,15 +36,21 @@ class Combine(torch.autograd.Function):
     @once_differentiable("combine")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         rows, weights = ctx.saved_tensors
-        grad_rows, grad_weights = ctx.backend.combine_backward(ctx.handle, grad_y, rows, weights)
-        return (
-            grad_rows if ctx.needs_input_grad[0] else None,  # rows
-            grad_weights,  # weights
-            None,  # anchor: only there to put every rank into the graph
-            None,  # backend
-            None,  # handle
-            None,  # exact
-        )
+        return grads_of_combine(ctx, *ctx.backend.combine_backward(ctx.handle, grad_y, rows, weights))
+
+
+def grads_of_combine(
+    ctx: Any, grad_rows: Tensor, grad_weights: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    """What a backward returns for the arguments of `Combine.forward`."""
+    return (
+        grad_rows if ctx.needs_input_grad[0] else None,  # rows
+        grad_weights,  # weights
+        None,  # anchor: only there to put every rank into the graph
+        None,  # backend
+        None,  # handle
+        None,  # exact
+    )
 
 
 def combine(
@@ -79,6 +85,18 @@ def combine(
     """
     if torch.compiler.is_compiling():
         return ops.compiled_combine(buffer, rows, handle, topk_weights, exact)
+    return combine_by(Combine, buffer, rows, handle, topk_weights, exact)
+
+
+def combine_by(
+    function: type[Combine],
+    buffer: Buffer,
+    rows: Tensor,
+    handle: DispatchHandle | PackedHandle,
+    topk_weights: Tensor | None,
+    exact: bool,
+) -> Tensor:
+    """`combine`, eager, with the backward of `function`; only `Combine` itself is a single operation where watched."""
     backend = buffer.backend
     try:
         buffer.check()
@@ -88,9 +106,9 @@ def combine(
         weights = None if topk_weights is None else as_weights(topk_weights, rows.dtype, "topk_weights")
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("combine", error)
-    if ops.is_watched():
+    if function is Combine and ops.is_watched():
         return ops.compiled_combine(buffer, rows, handle, topk_weights, exact)
     wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
     joins_backward = backend.open_combine(handle, rows, weights, exact, wants_grad)
-    y: Tensor = Combine.apply(rows, weights, buffer.anchor if joins_backward else None, backend, handle, exact)  # type: ignore[no-untyped-call]
+    y: Tensor = function.apply(rows, weights, buffer.anchor if joins_backward else None, backend, handle, exact)  # type: ignore[no-untyped-call]
     return y

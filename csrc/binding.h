@@ -38,6 +38,9 @@ using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 // bind_layer.cpp: the kernels of moe_ep.layers.
 void bind_layer_kernels(pybind11::module_& module);
 
+// bind_fp8.cpp: the casts of rows and weights of the experts.
+void bind_fp8_kernels(pybind11::module_& module);
+
 // bind_intranode.cpp: Exchange, the kernels of the intranode backend with the memory that they share.
 void bind_intranode(pybind11::module_& module);
 

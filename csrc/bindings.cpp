@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("cuda_archs") = MOE_EP_STRING(MOE_EP_CUDA_ARCHS);
 
   moe_ep::bind_layer_kernels(module);
+  moe_ep::bind_fp8_kernels(module);
   moe_ep::bind_intranode(module);
 
   const moe_ep::NoGil no_gil;

@@ -1,11 +1,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
-#include <cfloat>
 
 #include "check.h"
 #include "fp8_cast.h"
+#include "fp8_math.cuh"
 #include "grid.h"
 
 namespace moe_ep {
@@ -17,9 +15,6 @@ constexpr int kLanes = 16;
 constexpr int kElemsPerLane = kBlockElems / kLanes;
 constexpr int kThreads = 1024;
 constexpr int kGroupsPerCudaBlock = kThreads / kLanes;
-
-constexpr float kMaxE4M3 = 448.0f;
-constexpr uint8_t kNanE4M3 = 0x7F;
 
 __device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ float to_float(__half value) { return __half2float(value); }
@@ -73,14 +68,11 @@ struct Lane {
   }
 };
 
-// NaN and infinity say nothing about the block's size: they are left out here and become NaN below, so that one bad
-// element neither spoils its neighbours nor makes the scale infinite.
 __device__ float block_amax(const float (&values)[kElemsPerLane]) {
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kElemsPerLane; ++i) {
-    const float magnitude = fabsf(values[i]);
-    amax = magnitude <= FLT_MAX ? fmaxf(amax, magnitude) : amax;
+    amax = larger_finite(amax, values[i]);
   }
   const unsigned int half_warp = 0xFFFFu << (threadIdx.x & 16);
 #pragma unroll
@@ -88,21 +80,6 @@ __device__ float block_amax(const float (&values)[kElemsPerLane]) {
     amax = fmaxf(amax, __shfl_xor_sync(half_warp, amax, offset, kLanes));
   }
   return amax;
-}
-
-// The floor is the smallest normal number: a block of zeros or of tiny values keeps a positive scale whose reciprocal
-// (2^126) is finite too, so neither 0/0 nor 1/0 can arise here or in a consumer.
-__device__ float block_scale(float amax, bool power_of_two) {
-  const float scale = fmaxf(__fdiv_rn(amax, kMaxE4M3), FLT_MIN);
-  // Adding all mantissa bits carries into the exponent unless the mantissa is zero already.
-  return power_of_two ? __uint_as_float((__float_as_uint(scale) + 0x007FFFFFu) & 0x7F800000u) : scale;
-}
-
-__device__ uint8_t to_e4m3(float value, float inverse_scale) {
-  if (!(fabsf(value) <= FLT_MAX)) {
-    return kNanE4M3;
-  }
-  return __nv_cvt_float_to_fp8(__fmul_rn(value, inverse_scale), __NV_SATFINITE, __NV_E4M3);
 }
 
 // The 1 in the launch bounds: without it ptxas (CUDA 13.0, sm_90a) saves registers for a second block and spills.

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ep.config import MoEConfig
+from moe_ep.fp8_rows import Fp8Rows
 from moe_ep.layers.activations import activate, input_projection, mlp
+from moe_ep.layers.fp8_experts import Fp8Experts
 from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
 
 
@@ -40,6 +42,7 @@ class GroupedExperts(nn.Module):
         expert_ids: global ids of the local experts, in the order of the rows; L may be 0.
         gate_up [L, 2F, H] (SwiGLU: gate rows first) or up [L, F, H] (GELU).
         down: [L, H, F].
+        fp8: what runs them in FP8; None where `config.fp8.recipe` is none.
 
     Every parameter has the attribute `allreduce = False` (the convention of Megatron-Core): a data-parallel wrapper
     reduces its gradient only over the ranks that hold the same experts. The mark survives deepcopy, pickle, casts and
@@ -62,6 +65,7 @@ class GroupedExperts(nn.Module):
 
         Raises:
             ValueError: an id is out of range or given twice.
+            ConfigError: FP8 was asked for where it cannot run.
         """
         super().__init__()
         ids = tuple(int(expert_id) for expert_id in expert_ids)
@@ -74,6 +78,7 @@ class GroupedExperts(nn.Module):
         self.config = config
         self.expert_ids = ids
         self.activation = config.activation
+        self.fp8 = None if config.fp8.recipe == "none" else Fp8Experts(config)
         self.first_name, first_width = input_projection(config.activation, config.ffn_hidden_size)
         first = torch.empty(len(ids), first_width, config.hidden_size)
         self.register_parameter(self.first_name, nn.Parameter(first))
@@ -101,7 +106,7 @@ class GroupedExperts(nn.Module):
                 weight.normal_(0.0, self.config.init_std, generator=generator)
 
     def forward(
-        self, rows_RH: Tensor, tokens_per_expert: Sequence[int] | None, expert_offsets: Tensor | None = None
+        self, rows_RH: Tensor | Fp8Rows, tokens_per_expert: Sequence[int] | None, expert_offsets: Tensor | None = None
     ) -> Tensor:
         """Run every expert on its rows.
 
@@ -110,7 +115,7 @@ class GroupedExperts(nn.Module):
 
         Args:
             rows_RH: [R, H], the rows of the first local expert first; the dtype of the parameters, or any floating
-                dtype under autocast.
+                dtype under autocast. With `fp8` also FP8 rows of `moe_ep.dispatch_fp8`; ordinary ones are cast then.
             tokens_per_expert: L row counts that sum to R (padding included); None where the host does not know them,
                 as inside torch.compile.
             expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end. Counts and
@@ -122,6 +127,9 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError: a shape, the number of counts, their sum or the dtype does not fit.
         """
+        if isinstance(rows_RH, Fp8Rows) or self.fp8 is not None:
+            out_RH: Tensor = self._forward_fp8(rows_RH, tokens_per_expert)
+            return out_RH
         self._check_rows(rows_RH)
         if tokens_per_expert is None:
             return self._forward_by_offsets(rows_RH, expert_offsets)
@@ -137,6 +145,28 @@ class GroupedExperts(nn.Module):
         experts = zip(rows_RH.split_with_sizes(sizes), first.unbind(), self.down.unbind(), strict=True)
         outputs = [mlp(rows, first_weight, down_weight, self.activation) for rows, first_weight, down_weight in experts]
         return torch.cat(outputs).to(rows_RH.dtype)
+
+    def look_at_fp8_weights(self) -> None:
+        """Starts to look whether the weights have changed since they were cast; before a dispatch that is no wait."""
+        first = self.get_parameter(self.first_name)
+        if self.fp8 is not None and not isinstance(first, DTensor):
+            self.fp8.look_at(first=first, down=self.down)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_fp8(self, rows_RH: Tensor | Fp8Rows, tokens_per_expert: Sequence[int] | None) -> Tensor:
+        if self.fp8 is None or tokens_per_expert is None:
+            raise ValueError(
+                f"the experts got {type(rows_RH).__name__}, with fp8.recipe = {self.config.fp8.recipe} and "
+                f"tokens_per_expert = {tokens_per_expert}; FP8 experts need a recipe, and the counts on the host."
+            )
+        face_RH = rows_RH.face if isinstance(rows_RH, Fp8Rows) else rows_RH
+        self._check_rows(face_RH)
+        sizes = [int(size) for size in tokens_per_expert]
+        self._check_sizes(face_RH, sizes)
+        first: Tensor = self.get_parameter(self.first_name)
+        if not sizes:  # as in forward
+            return face_RH + (first.sum() + self.down.sum()).to(face_RH.dtype)
+        return self.fp8(rows_RH, sizes, first, self.down, _gemm_dtype(face_RH)).to(face_RH.dtype)
 
     def _forward_by_offsets(self, rows_RH: Tensor, expert_offsets: Tensor | None, has_tail: bool = True) -> Tensor:
         if expert_offsets is None or expert_offsets.shape != (len(self.expert_ids) + 1,):

@@ -71,7 +71,7 @@ class _LinearPerExpert(torch.autograd.Function):
         rows_RI, weight_LOI, expert_offsets = ctx.saved_tensors
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
         grad_rows_RI = _map_rows_back(grad_RO, weight_LOI, expert_offsets, ctx.has_tail) if wants_rows else None
-        grad_weight_LOI = _weight_grad(grad_RO, rows_RI, weight_LOI, expert_offsets) if wants_weight else None
+        grad_weight_LOI = weight_grad(grad_RO, rows_RI, weight_LOI.shape, expert_offsets) if wants_weight else None
         return grad_rows_RI, grad_weight_LOI, None, None  # no gradient: the offsets, the setting
 
 
@@ -101,7 +101,7 @@ def grouped_linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows [R, I] and of the weights [L, O, I]; zero where an expert has no rows."""
     grad_rows_RI = _map_rows_back(grad_RO, weight_LOI, expert_offsets, has_tail=True)
-    return grad_rows_RI, _weight_grad(grad_RO, rows_RI, weight_LOI, expert_offsets)
+    return grad_rows_RI, weight_grad(grad_RO, rows_RI, weight_LOI.shape, expert_offsets)
 
 
 @grouped_linear_backward.register_fake
@@ -146,12 +146,12 @@ def _map_rows_back(grad_RO: Tensor, weight_LOI: Tensor, expert_offsets: Tensor, 
     return grad_rows_RI
 
 
-def _weight_grad(grad_RO: Tensor, rows_RI: Tensor, weight_LOI: Tensor, expert_offsets: Tensor) -> Tensor:
-    """grads.T of expert l @ rows of expert l: [L, O, I], zero where it has none."""
-    if _one_gemm_serves(grad_RO, weight_LOI):
+def weight_grad(grad_RO: Tensor, rows_RI: Tensor, shape_LOI: Sequence[int], expert_offsets: Tensor) -> Tensor:
+    """grads.T of expert l @ rows of expert l: [L, O, I] in the dtype of the rows, zero where it has none."""
+    if grad_RO.shape[0] > 0 and one_gemm_serves(grad_RO.device, grad_RO.dtype, shape_LOI):
         # Transposed before row-major: the one form that takes ranges of any length, 0 included.
         return _grouped(_packed(grad_RO).t(), _packed(rows_RI), expert_offsets)
-    grad_weight_LOI = weight_LOI.new_zeros(weight_LOI.shape)
+    grad_weight_LOI = rows_RI.new_zeros(tuple(shape_LOI))
     for local_idx, rows in _ranges(expert_offsets, grad_RO.shape[0]):
         grad_weight_LOI[local_idx] = grad_RO[rows].t() @ rows_RI[rows]
     return grad_weight_LOI

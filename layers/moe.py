@@ -5,6 +5,7 @@ Letters: T tokens of this rank, H hidden, E experts, K experts a token, R rows f
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_ep.autograd.combine import combine
+from moe_ep.autograd.combine_fp8 import combine_fp8_grad
 from moe_ep.autograd.dispatch import dispatch
+from moe_ep.autograd.dispatch_fp8 import Fp8DispatchOutput, dispatch_fp8
 from moe_ep.buffer import Buffer
 from moe_ep.config import MoEConfig
 from moe_ep.errors import ConfigError
+from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.handle import DispatchOutput
 from moe_ep.layers.experts import GroupedExperts
 from moe_ep.layers.router import TopKRouter
 from moe_ep.layers.shared_experts import SharedExperts
@@ -54,7 +59,6 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         _check_size(config, ep_group)
-        _check_fp8(config)
         self.config = config
         _check_buffer(buffer, ep_group)
         self.buffer = buffer or Buffer(
@@ -90,21 +94,33 @@ class MoELayer(nn.Module):
         if mask_T is not None:  # padding may hold anything, NaN too: no part of the layer reads it
             x_TH = x_TH.masked_fill(mask_T.unsqueeze(1), 0)
         topk_idx, topk_weights = self.router(x_TH, mask_T, self._sequence_idx(x))
-        out = dispatch(
-            self.buffer,
-            x_TH,
-            topk_idx,
-            topk_weights,
-            num_experts=self.config.num_experts,
-            layout="expert_major",
-            alignment=self.config.ep.alignment,
-        )
-        self._last_rows = out.expert_offsets[-1]
-        rows_RH = self.experts(out.x, out.tokens_per_expert, out.expert_offsets)
-        y_TH = combine(self.buffer, rows_RH, out.handle, out.topk_weights, exact=self.config.ep.exact)
+        y_TH = self._routed(x_TH, topk_idx, topk_weights)
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH).to(y_TH.dtype)
         return y_TH.reshape(x.shape)
+
+    def _routed(self, x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """The routed experts' part of y."""
+        num_experts, alignment = self.config.num_experts, self.config.ep.alignment
+        fp8, uses = self.experts.fp8, self.config.fp8
+        if fp8 is not None:
+            alignment = math.lcm(alignment, fp8.recipe.alignment)
+            self.experts.look_at_fp8_weights()
+        if fp8 is not None and uses.dispatch:
+            cast = fp8.recipe.payload
+            sent: Fp8DispatchOutput = dispatch_fp8(
+                self.buffer, x_TH, topk_idx, topk_weights, num_experts=num_experts, alignment=alignment, cast=cast
+            )
+            out: DispatchOutput | Fp8DispatchOutput = sent
+            rows: Tensor | Fp8Rows = sent.rows
+        else:
+            received = dispatch(self.buffer, x_TH, topk_idx, topk_weights, num_experts=num_experts, alignment=alignment)
+            out, rows = received, received.x
+        self._last_rows = out.expert_offsets[-1]
+        rows_RH = self.experts(rows, out.tokens_per_expert, out.expert_offsets)
+        come_home = combine_fp8_grad if fp8 is not None and uses.grad_dispatch else combine
+        y_TH: Tensor = come_home(self.buffer, rows_RH, out.handle, out.topk_weights, exact=self.config.ep.exact)
+        return y_TH
 
     def routing_stats(self) -> dict[str, Tensor]:
         """What the last forward did on this rank, as detached tensors; no communication.
@@ -202,12 +218,4 @@ def _check_buffer(buffer: Buffer | None, ep_group: dist.ProcessGroup | None) -> 
     if buffer is not None and buffer.group_size != size:
         raise ConfigError(
             f"the buffer spans {buffer.group_size} ranks, but ep_group has {size}; give a buffer over the same group."
-        )
-
-
-def _check_fp8(config: MoEConfig) -> None:
-    if config.fp8.recipe != "none":
-        raise ConfigError(
-            f"fp8.recipe is {config.fp8.recipe!r}, but this version runs experts in the dtype of their parameters "
-            "only; set fp8.recipe to none."
         )

@@ -3,6 +3,7 @@
 from moe_ep import integrations, parallel, utils
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.dispatch import dispatch
+from moe_ep.autograd.dispatch_fp8 import dispatch_fp8
 from moe_ep.buffer import Buffer
 from moe_ep.config import load_config
 from moe_ep.dispatch_config import Config, topk_idx_t
@@ -30,6 +31,7 @@ __all__ = [
     "TopKRouter",
     "combine",
     "dispatch",
+    "dispatch_fp8",
     "integrations",
     "load_checkpoint",
     "load_config",

@@ -33,7 +33,7 @@ MAX_E4M3 = 448.0
 UNIT_SCALE = {torch.float32: 1.0, torch.int32: 0x7F7F7F7F}
 
 _NAN_E4M3 = 0x7F
-_MIN_SCALE = 2.0**-126
+MIN_SCALE = 2.0**-126
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -105,6 +105,12 @@ def num_blocks(hidden: int) -> int:
     return -(-hidden // BLOCK_ELEMS)
 
 
+def up_to_power_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """Positive normal float32 scales, each rounded up to a power of two."""
+    # Adding all mantissa bits carries into the exponent unless the mantissa is zero already.
+    return ((scales.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+
+
 def _quantize_reference(x_TH: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, hidden = x_TH.shape
     blocks = num_blocks(hidden)
@@ -113,10 +119,9 @@ def _quantize_reference(x_TH: torch.Tensor, power_of_two: bool) -> tuple[torch.T
     is_finite = x_TBC.isfinite()
     amax_TB = torch.where(is_finite, x_TBC.abs(), 0.0).amax(dim=2)
     # Divided by a tensor: by a Python number, PyTorch on CUDA multiplies with the rounded reciprocal instead.
-    scales_TB = torch.div(amax_TB, torch.full_like(amax_TB, MAX_E4M3)).clamp(min=_MIN_SCALE)
+    scales_TB = torch.div(amax_TB, torch.full_like(amax_TB, MAX_E4M3)).clamp(min=MIN_SCALE)
     if power_of_two:
-        # Adding all mantissa bits carries into the exponent unless the mantissa is zero already.
-        scales_TB = ((scales_TB.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+        scales_TB = up_to_power_of_two(scales_TB)
     scaled_TBC = x_TBC * scales_TB.reciprocal().unsqueeze(2)
     codes_TBC = scaled_TBC.to(torch.float8_e4m3fn).view(torch.uint8)
     codes_TBC = torch.where(is_finite, codes_TBC, _NAN_E4M3)

@@ -10,6 +10,7 @@ from moe_ep.config.problems import Problem, dotted
 if TYPE_CHECKING:
     from moe_ep.config.schema import Config, ModelConfig, MoEConfig, RouterConfig, TrainConfig
 
+FP8_STEP = 16  # elements
 MAX_DIVISORS = 16  # that a sentence lists
 
 
@@ -44,6 +45,26 @@ def router_problems(router: RouterConfig) -> list[Problem]:
 
 
 def moe_problems(moe: MoEConfig, max_topk: int) -> list[Problem]:
+    """The router can choose as many experts as it shall; the sizes are those that FP8 products take."""
+    return [*_choice_problems(moe, max_topk), *_fp8_problems(moe)]
+
+
+def _fp8_problems(moe: MoEConfig) -> list[Problem]:
+    """Tensor cores read FP8 in steps of 16 bytes."""
+    if moe.fp8.recipe == "none" or moe.fp8.gemm != "te":
+        return []
+    return [
+        Problem(
+            ("moe", name),
+            f"moe.{name} is {size}, which is no multiple of {FP8_STEP}, but moe.fp8.recipe is {moe.fp8.recipe}, whose "
+            f"products need that. Set it to {size + -size % FP8_STEP}, or moe.fp8.recipe to none.",
+        )
+        for name, size in (("hidden_size", moe.hidden_size), ("ffn_hidden_size", moe.ffn_hidden_size))
+        if size % FP8_STEP
+    ]
+
+
+def _choice_problems(moe: MoEConfig, max_topk: int) -> list[Problem]:
     """The router can choose `topk` different experts from those that exist and that its groups leave."""
     path, router, num_experts = moe.router.section, moe.router, moe.num_experts
     if router.topk > num_experts:

@@ -129,16 +129,26 @@ class EPConfig(Section):
 
 
 class FP8Config(Section):
-    """`moe.fp8`: FP8 through Transformer Engine; its presence is checked when a layer is built, not here."""
+    """`moe.fp8`: experts in FP8. Whether this machine can is checked when a layer is built, not here.
+
+    Router, shared expert, the sums of combine, gradients of weights and the optimizer stay in the layer's own dtype.
+    """
 
     section = ("moe", "fp8")
 
     recipe: Literal["none", "blockwise", "current", "delayed", "mxfp8"] = Field(
         default="none", description="scaling recipe"
     )
+    gemm: Literal["te", "plain"] = Field(
+        default="te", description="what multiplies: Transformer Engine, or PyTorch after dequantising, on any device"
+    )
     dispatch: Flag = Field(default=True, description="rows travel as FP8 with scales in the forward dispatch")
     grad_dispatch: Flag = Field(
         default=False, description="gradients travel as FP8 with scales in the backward of combine"
+    )
+    power_of_two_scales: Flag = Field(default=True, description="scales are rounded up to powers of two")
+    wgrad: Literal["fp8", "bf16"] = Field(
+        default="fp8", description="the product of the weights' gradients: in FP8, or kept in the dtype of the rows"
     )
 
 

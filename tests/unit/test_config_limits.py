@@ -101,7 +101,8 @@ def test_the_configuration_itself_accepts_every_backend(tmp_path: Path, name: st
 def test_fp8_true_is_told_what_a_recipe_is(tmp_path: Path) -> None:
     # case C05
     assert error_lines(tmp_path, MINIMAL + "  fp8: true\n") == [
-        "config.yaml:7: moe.fp8 is 'true'; set it to a section, that is a map of recipe, dispatch, grad_dispatch."
+        "config.yaml:7: moe.fp8 is 'true'; set it to a section, that is a map of recipe, gemm, dispatch, "
+        "grad_dispatch, power_of_two_scales, wgrad."
     ]
     assert error_lines(tmp_path, MINIMAL + "  fp8: {recipe: blockwis}\n") == [
         "config.yaml:7: moe.fp8.recipe is 'blockwis'; set it to one of none, blockwise, current, delayed, mxfp8 "

@@ -50,7 +50,14 @@ def test_the_defaults_are_those_of_the_reference() -> None:
             "alignment": 1,
             "exact": False,
         },
-        "fp8": {"recipe": "none", "dispatch": True, "grad_dispatch": False},
+        "fp8": {
+            "recipe": "none",
+            "gemm": "te",
+            "dispatch": True,
+            "grad_dispatch": False,
+            "power_of_two_scales": True,
+            "wgrad": "fp8",
+        },
     }
 
 

@@ -12,7 +12,7 @@ import torch
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 
-FUNCTIONS = ("load_config", "dispatch", "combine", "save_checkpoint", "load_checkpoint")
+FUNCTIONS = ("load_config", "dispatch", "dispatch_fp8", "combine", "save_checkpoint", "load_checkpoint")
 CLASSES = (
     "MoELayer",
     "TopKRouter",

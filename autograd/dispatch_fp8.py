@@ -1,0 +1,149 @@
+"""`moe_ep.dispatch_fp8`: rows are cast once and travel as FP8 with their scales. Its backward is that of dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from moe_ep.autograd.dispatch import backward_of_dispatch
+from moe_ep.autograd.once import once_differentiable
+from moe_ep.backends.base import Backend, DispatchPlan
+from moe_ep.buffer import Buffer
+from moe_ep.checks import as_weights, dispatch_request
+from moe_ep.fp8 import quantize_1x128
+from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.handle import DispatchHandle
+from moe_ep.integrations import transformer_engine
+
+FP8_ALIGNMENT: Final = 16  # rows of an expert, what FP8 products with 1x128 blocks or one scale ask for
+
+GroupMax = Callable[[Tensor], Tensor]
+Cast = Callable[[Tensor, GroupMax], tuple[Tensor, Tensor]]  # rows -> e4m3 [T, H], scales [T, B] or [1]
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8DispatchOutput:
+    """What `moe_ep.dispatch_fp8` returns: `rows`, and beside them what `DispatchOutput` has."""
+
+    rows: Fp8Rows
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    tokens_per_expert: list[int]
+    real_tokens_per_expert: list[int]
+    expert_counts: Tensor
+    expert_offsets: Tensor
+    handle: DispatchHandle
+
+
+class _Arrival(torch.autograd.Function):
+    """Ties the face of rows that have arrived, and their weights, to what was sent. The bytes do not come here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor | None, anchor: Tensor | None, backend: Backend, plan: DispatchPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.backend, ctx.handle = backend, plan.handle
+        nothing = torch.full((), float("nan"), dtype=x.dtype, device=x.device)
+        face = nothing.expand(plan.handle.num_rows, x.shape[1])
+        frozen = [] if plan.handle.x_needs_grad else [face]
+        if plan.row_weights is not None and not plan.handle.weights_need_grad:
+            frozen.append(plan.row_weights)
+        ctx.mark_non_differentiable(*frozen)
+        return face, plan.row_weights
+
+    @staticmethod
+    @once_differentiable("dispatch_fp8")
+    def backward(
+        ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        return backward_of_dispatch(ctx, grad_rows, grad_row_weights)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def dispatch_fp8(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    num_experts: int,
+    alignment: int = FP8_ALIGNMENT,
+    power_of_two: bool = True,
+    cast: Cast | None = None,
+) -> Fp8DispatchOutput:
+    """Sends every token to the ranks of its experts as FP8 (e4m3), expert_major. Collective, differentiable.
+
+    The gradient goes straight through the cast and travels in the dtype of x. Letters as in `moe_ep.dispatch`.
+
+    Args:
+        buffer: the exchange.
+        x: [T, H] bfloat16, float16 or float32; or a `Float8BlockwiseQTensor` of Transformer Engine with row-wise 1x128
+            blocks, whose bytes travel as they are; or a `Float8Tensor`, which must have the same scale on all ranks.
+        topk_idx, topk_weights: as `moe_ep.dispatch` takes them.
+        num_experts: E, the same on every rank.
+        alignment: rows of each expert are padded with zeros to a multiple of this, their scales are 1.
+        power_of_two: scales are powers of two; no meaning for rows that are FP8 already.
+        cast: another cast than that to 1x128 blocks: from rows, and a function for the largest of a float32 scalar over
+            the ranks, to e4m3 [T, H] and float32 scales, [T, n], or [1] where they are the same on all ranks.
+
+    Returns:
+        Fp8DispatchOutput: the rows as bytes and scales, their ids and weights, counts, and the handle for
+        `moe_ep.combine`.
+
+    Raises:
+        TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.dispatch`.
+    """
+    backend = buffer.backend
+    try:
+        buffer.check()
+        placement = buffer.placement(num_experts)
+        request = dispatch_request(
+            x, topk_idx, topk_weights, placement, "expert_major", alignment, None, buffer.num_channels
+        )
+        weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
+        with torch.no_grad():
+            data, scales = _payload(buffer, x, power_of_two, cast)
+    except (TypeError, ValueError, RuntimeError) as error:
+        backend.refuse("dispatch", error)
+    plan = backend.plan(replace(request, x=data))
+    with torch.no_grad():
+        if scales.dim() == 1:
+            received, received_scales = backend.dispatch(plan.handle, data), scales
+        else:
+            received, received_scales = backend.dispatch_scaled(plan.handle, data, scales)
+    joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
+    anchor = buffer.anchor if joins_backward else None
+    face, row_weights = _Arrival.apply(x, weights, anchor, backend, plan)  # type: ignore[no-untyped-call]
+    assert plan.tokens_per_expert is not None
+    assert plan.real_tokens_per_expert is not None
+    return Fp8DispatchOutput(
+        rows=Fp8Rows(face, received, received_scales, tuple(plan.tokens_per_expert)),
+        topk_idx=plan.row_idx,
+        topk_weights=row_weights,
+        tokens_per_expert=plan.tokens_per_expert,
+        real_tokens_per_expert=plan.real_tokens_per_expert,
+        expert_counts=plan.expert_counts,
+        expert_offsets=plan.expert_offsets,
+        handle=plan.handle,
+    )
+
+
+def _payload(buffer: Buffer, x: Tensor, power_of_two: bool, cast: Cast | None) -> tuple[Tensor, Tensor]:
+    if transformer_engine.is_quantized(x):
+        return transformer_engine.payload_of(x)
+    if cast is None:
+        return quantize_1x128(x.detach(), power_of_two)
+    return cast(x.detach(), lambda largest: group_max(buffer, largest))
+
+
+def group_max(buffer: Buffer, value: Tensor) -> Tensor:
+    """The largest of a float32 scalar over the ranks of the buffer. Collective."""
+    if buffer.group_size == 1:
+        return value
+    places = torch.zeros(buffer.group_size, dtype=torch.float32, device=value.device)
+    places[buffer.rank] = value
+    return buffer.all_reduce(places).max()

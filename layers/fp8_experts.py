@@ -1,0 +1,214 @@
+"""Both projections of the experts as FP8 products, forward and backward: one `autograd.Function` with ordinary faces.
+
+    projected = rows @ first.T          rows as they came, or cast once
+    inner     = activate(projected)     cast once
+    out       = inner @ down.T
+
+backward, with the gradient of out cast once for both of its products:
+
+    d_inner     = d_out @ down          d_down  = d_out.T @ inner
+    d_projected = activate'(d_inner)
+    d_rows      = d_projected @ first   d_first = d_projected.T @ rows
+
+A product over K needs both operands with their scales along K. The rows came with scales along H, so for d_first they
+are transposed and cast anew, from their own FP8 values. inner is not kept but computed again from projected.
+
+Letters: L experts, R rows, H hidden, F ffn width, P = 2F (SwiGLU) or F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ep.autograd.once import once_differentiable
+from moe_ep.config import MoEConfig
+from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, check_sizes
+from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.layers.activations import Activation, activate
+from moe_ep.layers.fp8_gemm import GroupedGemm, make_gemm
+from moe_ep.layers.fp8_recipe import Fp8Recipe, Pair, make_recipe
+from moe_ep.layers.fp8_weights import CastWeights, Fingerprint
+from moe_ep.layers.grouped_linear import weight_grad
+
+
+class Fp8Experts:
+    """Runs the experts of one layer in FP8. No module: it has no parameters, and nothing of it is in a state dict.
+
+    Attributes:
+        gemm: what multiplies; `gemm.name` is "te" or "plain".
+        recipe: what casts.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        """Choose recipe and GEMM.
+
+        Raises:
+            ConfigError: this machine cannot run them.
+        """
+        self.gemm: GroupedGemm = make_gemm(config.fp8)
+        self.recipe: Fp8Recipe = make_recipe(config.fp8)
+        self.activation: Activation = config.activation
+        self.wgrad = config.fp8.wgrad
+        self._cast = CastWeights()
+        self._marks: dict[str, Fingerprint] = {}
+
+    def look_at(self, **weights_LOI: Tensor) -> None:
+        """Takes the fingerprints of the weights ahead of a forward, so that it need not wait for them."""
+        self._marks = {
+            name: Fingerprint.of(weight) for name, weight in weights_LOI.items() if not _is_capturing(weight)
+        }
+
+    def forget_weights(self) -> None:
+        """Casts the weights anew at the next forward, whether or not a change is to be seen."""
+        self._cast.forget()
+
+    def __call__(
+        self, rows: Tensor | Fp8Rows, sizes: Sequence[int], first_LPH: Tensor, down_LHF: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Applies every expert to its rows; differentiable once.
+
+        Args:
+            rows: FP8 rows of a dispatch, or [R, H] ordinary ones, which are cast here.
+            sizes: L numbers of rows, padding included, multiples of `recipe.alignment`.
+            first_LPH, down_LHF: the weights.
+            dtype: of the results of the products; gradients of weights have the weights' own.
+
+        Returns:
+            [R, H] in `dtype`.
+
+        Raises:
+            ValueError: rows of an expert are not padded.
+        """
+        check_sizes(sizes, self.recipe.alignment)
+        if not isinstance(rows, Fp8Rows):
+            data, scales = self.recipe.payload(rows.detach(), lambda largest: largest)
+            rows = Fp8Rows(rows, data, scales, tuple(sizes))
+        marks, self._marks = self._marks, {}
+        weights = Weights(*self._weight("first", marks, first_LPH), *self._weight("down", marks, down_LHF))
+        ranges = RowRanges(tuple(sizes), rows.data.device)
+        out: Tensor = _Mlp.apply(rows.face, first_LPH, down_LHF, rows, weights, ranges, self, dtype)  # type: ignore[no-untyped-call]
+        return out
+
+    def _weight(self, name: str, marks: dict[str, Fingerprint], weight_LOI: Tensor) -> Pair:
+        mark = marks.get(name)
+        if mark is None and not _is_capturing(weight_LOI):
+            mark = Fingerprint.of(weight_LOI)
+        return self._cast.get(name, mark, lambda: self.recipe.weights(name, weight_LOI.detach()))
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Both weights in FP8, as forward multiplies them and as the gradient of their input does."""
+
+    first: list[Fp8Matrix]
+    first_transposed: list[Fp8Matrix]
+    down: list[Fp8Matrix]
+    down_transposed: list[Fp8Matrix]
+
+
+class _Mlp(torch.autograd.Function):
+    """Rows, weights and results are ordinary tensors; what is FP8 stays inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        face_RH: Tensor,
+        first_LPH: Tensor,
+        down_LHF: Tensor,
+        rows: Fp8Rows,
+        weights: Weights,
+        ranges: RowRanges,
+        engine: Fp8Experts,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        recipe = engine.recipe
+        projected = rows.data.new_empty(ranges.num_rows, first_LPH.shape[1], dtype=dtype)
+        _multiply(engine.gemm, weights.first, recipe.arrived(rows, ranges), projected, ranges)
+        out = rows.data.new_empty(ranges.num_rows, down_LHF.shape[1], dtype=dtype)
+        inner = recipe.activations(projected, engine.activation, ranges)
+        _multiply(engine.gemm, weights.down, inner, out, ranges)
+        ctx.engine, ctx.weights, ctx.ranges, ctx.face_dtype = engine, weights, ranges, face_RH.dtype
+        ctx.likes = [(weight.shape, weight.dtype) for weight in (first_LPH, down_LHF)]
+        ctx.save_for_backward(projected, rows.data, rows.scales)
+        return out
+
+    @staticmethod
+    @once_differentiable("MoELayer")
+    def backward(ctx: Any, grad_out_RH: Tensor) -> tuple[Tensor | None, ...]:
+        engine, weights, ranges = ctx.engine, ctx.weights, ctx.ranges
+        recipe: Fp8Recipe = engine.recipe
+        wants_rows, wants_first, wants_down = ctx.needs_input_grad[:3]
+        projected, data, scales = ctx.saved_tensors
+        rows = Fp8Rows(data, data, scales, ranges.sizes)
+        grad_out_RH = grad_out_RH.to(projected.dtype)
+        in_fp8 = engine.wgrad == "fp8"
+
+        with torch.enable_grad():
+            leaf = projected.detach().requires_grad_()
+            inner_RF = activate(leaf, engine.activation)
+        grads = recipe.cast("grad_out", grad_out_RH, ranges, rows=True, columns=wants_down and in_fp8)
+        grad_inner = torch.empty_like(inner_RF)
+        _multiply(engine.gemm, weights.down_transposed, grads.rows, grad_inner, ranges)
+        grad_down = None
+        if wants_down and in_fp8:
+            inner = recipe.cast("inner", inner_RF.detach(), ranges, rows=False, columns=True).columns
+            grad_down = _weight_grad(engine.gemm, ctx.likes[1], inner, grads.columns, ranges)
+        elif wants_down:
+            grad_down = weight_grad(grad_out_RH, inner_RF.detach(), ctx.likes[1][0], ranges.offsets)
+        (grad_projected,) = torch.autograd.grad(inner_RF, leaf, grad_inner)
+        del inner_RF, grad_inner
+
+        grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=wants_first and in_fp8)
+        grad_rows = None
+        if wants_rows:
+            grad_rows = torch.empty(rows.data.shape, dtype=ctx.face_dtype, device=rows.data.device)
+            _multiply(engine.gemm, weights.first_transposed, grads.rows, grad_rows, ranges)
+        grad_first = None
+        if wants_first and in_fp8:
+            grad_first = _weight_grad(engine.gemm, ctx.likes[0], recipe.transposed(rows, ranges), grads.columns, ranges)
+        elif wants_first:
+            grad_first = weight_grad(grad_projected, rows.values(projected.dtype), ctx.likes[0][0], ranges.offsets)
+        return (
+            grad_rows,  # face
+            None if grad_first is None else grad_first.to(ctx.likes[0][1]),  # first
+            None if grad_down is None else grad_down.to(ctx.likes[1][1]),  # down
+            *[None] * 5,  # the FP8 rows (their gradient goes to the face), weights in FP8, ranges, engine, dtype
+        )
+
+
+def _multiply(
+    gemm: GroupedGemm, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], out_RN: Tensor, ranges: RowRanges
+) -> None:
+    """Rows of expert l of out = b[l] @ a[l].T, experts without rows left out."""
+    busy = [expert for expert, size in enumerate(ranges.sizes) if size]
+    outs = [out_RN[part] for part in ranges.slices]
+    gemm([a[expert] for expert in busy], [b[expert] for expert in busy], [outs[expert] for expert in busy])
+
+
+def _weight_grad(
+    gemm: GroupedGemm,
+    like: tuple[torch.Size, torch.dtype],
+    rows: Sequence[Fp8Matrix],
+    grads: Sequence[Fp8Matrix],
+    ranges: RowRanges,
+) -> Tensor:
+    """[L, O, I] = grads[l] @ rows[l].T, zero where an expert has no rows."""
+    out_LOI = torch.empty(like[0], dtype=like[1], device=ranges.device)
+    busy = []
+    for expert, size in enumerate(ranges.sizes):
+        if size:
+            busy.append(expert)
+        else:
+            out_LOI[expert].zero_()
+    gemm([rows[expert] for expert in busy], [grads[expert] for expert in busy], [out_LOI[expert] for expert in busy])
+    return out_LOI
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which the host can wait for nothing."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

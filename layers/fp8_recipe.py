@@ -1,0 +1,168 @@
+"""How the FP8 recipes cast: what travels, the operands of the three products, the weights.
+
+    blockwise  1x128 blocks of e4m3 for rows and gradients, 128x128 for weights
+    current    one scale a tensor, from its largest element now; e4m3, gradients e5m2
+    delayed    the same, from the largest elements of earlier calls
+
+The names are Transformer Engine's. A tensor here is what one rank has of all its experts, so the scale is the rank's;
+only that of the rows that travel is the group's, which costs one small exchange a forward.
+
+Letters: T tokens, R rows of all experts, K their width, B = ceil(K / 128), L experts, O and I outputs and inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_ep import fp8_blocks
+from moe_ep.config import FP8Config
+from moe_ep.fp8 import MAX_E4M3, MIN_SCALE, quantize_1x128, up_to_power_of_two
+from moe_ep.fp8_blocks import Fp8Cast
+from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, split_rows
+from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.layers.activations import Activation, activate
+
+GroupMax = Callable[[Tensor], Tensor]  # the largest over the ranks of a float32 scalar; collective
+Pair = tuple[list[Fp8Matrix], list[Fp8Matrix]]
+
+_HISTORY: Final = 1024  # calls whose largest elements the delayed recipe remembers, as Transformer Engine's default
+_LARGEST: Final = {torch.float8_e4m3fn: MAX_E4M3, torch.float8_e5m2: 57344.0}
+
+
+class Fp8Recipe(Protocol):
+    """Casts; every call is on the stream of the caller, and only `payload` may exchange."""
+
+    alignment: int  # rows of an expert are padded to a multiple of it
+
+    def payload(self, x_TK: Tensor, group_max: GroupMax) -> tuple[Tensor, Tensor]:
+        """What travels: e4m3 [T, K], and float32 scales [T, B], or [1] where all ranks have the same."""
+
+    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+        """Rows as they came: [rows, K] of each expert."""
+
+    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+        """The same for the weights' gradient: [K, rows] of each expert."""
+
+    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> list[Fp8Matrix]:
+        """activate(projected): [rows, F] of each expert."""
+
+    def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
+        """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
+
+    def weights(self, name: str, weight_LOI: Tensor) -> Pair:
+        """[O, I] of each expert, and [I, O]."""
+
+
+def make_recipe(config: FP8Config) -> Fp8Recipe:
+    """The recipe of the name."""
+    if config.recipe == "blockwise":
+        return Blockwise(config.power_of_two_scales)
+    return PerTensor(config.recipe == "delayed", config.power_of_two_scales)
+
+
+class Blockwise:
+    """One scale for 1x128 elements, and for 128x128 of a weight."""
+
+    alignment = 16
+
+    def __init__(self, power_of_two: bool) -> None:
+        self._power_of_two = power_of_two
+
+    def payload(self, x_TK: Tensor, group_max: GroupMax) -> tuple[Tensor, Tensor]:
+        return quantize_1x128(x_TK, self._power_of_two)
+
+    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+        return split_rows(rows.data, fp8_blocks.pack_scales(rows.scales, ranges), ranges)
+
+    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+        packed = fp8_blocks.pack_scales(rows.scales, ranges)
+        return fp8_blocks.transpose_rows(rows.data, packed, ranges, self._power_of_two)
+
+    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> list[Fp8Matrix]:
+        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges):
+            return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two).rows
+        return self.cast("inner", activate(projected, activation), ranges, rows=True, columns=False).rows
+
+    def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
+        return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)
+
+    def weights(self, name: str, weight_LOI: Tensor) -> Pair:
+        return fp8_blocks.cast_weights(weight_LOI, self._power_of_two)
+
+
+class PerTensor:
+    """One scale a tensor: from its own largest element, or (delayed) from those of earlier calls, if there are any.
+
+    The history is not part of a state dict: the first call after a load takes its own largest element.
+    """
+
+    alignment = 16
+
+    def __init__(self, delayed: bool, power_of_two: bool) -> None:
+        self._delayed, self._power_of_two = delayed, power_of_two
+        self._history: dict[str, Tensor] = {}
+        self._num_calls: dict[str, int] = {}
+
+    def payload(self, x_TK: Tensor, group_max: GroupMax) -> tuple[Tensor, Tensor]:
+        largest = group_max(_largest_finite(x_TK))
+        scale = self._scale("rows", largest, torch.float8_e4m3fn)
+        return _cast(x_TK, scale, torch.float8_e4m3fn), scale
+
+    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+        return [Fp8Matrix(rows.data[part], rows.scales, "tensor") for part in ranges.slices]
+
+    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+        return [_transposed(matrix) for matrix in self.arrived(rows, ranges)]
+
+    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> list[Fp8Matrix]:
+        return self.cast("inner", activate(projected, activation), ranges, rows=True, columns=False).rows
+
+    def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
+        dtype = torch.float8_e5m2 if name.startswith("grad") else torch.float8_e4m3fn
+        scale = self._scale(name, _largest_finite(x_RK), dtype)
+        codes = _cast(x_RK, scale, dtype)
+        made = [Fp8Matrix(codes[part], scale, "tensor") for part in ranges.slices]
+        return Fp8Cast(made if rows else [], [_transposed(matrix) for matrix in made] if columns else [])
+
+    def weights(self, name: str, weight_LOI: Tensor) -> Pair:
+        scale = self._scale(name, _largest_finite(weight_LOI), torch.float8_e4m3fn)
+        codes_LOI = _cast(weight_LOI, scale, torch.float8_e4m3fn)
+        made = [Fp8Matrix(codes_OI, scale, "tensor") for codes_OI in codes_LOI]
+        return made, [_transposed(matrix) for matrix in made]
+
+    def _scale(self, name: str, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """[1] float32; remembers `largest`."""
+        chosen = largest
+        if self._delayed:
+            history = self._history.get(name)
+            if history is None or history.device != largest.device:
+                history = self._history[name] = largest.new_zeros(_HISTORY)
+                self._num_calls[name] = 0
+            before = history.max()
+            chosen = torch.where(before > 0, before, largest)
+            history[self._num_calls[name] % _HISTORY] = largest
+            self._num_calls[name] += 1
+        scale = (chosen / _LARGEST[dtype]).clamp(min=MIN_SCALE).reshape(1)
+        return up_to_power_of_two(scale) if self._power_of_two else scale
+
+
+def _largest_finite(x: Tensor) -> Tensor:
+    """Float32 scalar; 0 for an empty tensor."""
+    if not x.numel():
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return torch.where(x.isfinite(), x.abs(), 0.0).max().float()
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale, cut off at the largest number of the dtype; NaN stays."""
+    limit = _LARGEST[dtype]
+    return (x.float() * scale.reciprocal()).clamp(-limit, limit).to(dtype)
+
+
+def _transposed(matrix: Fp8Matrix) -> Fp8Matrix:
+    data = matrix.data.view(torch.uint8).t().contiguous().view(matrix.data.dtype)
+    return Fp8Matrix(data, matrix.scales, matrix.scaling)

@@ -1,0 +1,252 @@
+"""Casts of the rows of several experts, and of their weights, to FP8 blocks in the GEMM's layout (`moe_ep.fp8_matrix`).
+
+Rows keep one scale a 1x128 block. Their transpose, which the weights' gradient multiplies, has blocks of 128 rows of
+one expert; the last block of an expert may be shorter. Weights have one scale a 128x128 block, and their transpose the
+same bytes and scales, transposed. The arithmetic of a block is that of `moe_ep.fp8`, whatever its shape.
+
+On CUDA with the extension one kernel does each cast (csrc/fp8_tiles.h), where the sizes are multiples of 16 and the
+dtype is bfloat16 or float32; elsewhere PyTorch does it, with the same bits.
+
+Letters: L experts, R rows, K their width, B = ceil(K / 128), O and I outputs and inputs of a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from moe_ep import _native
+from moe_ep.fp8 import BLOCK_ELEMS, dequantize_1x128, num_blocks, quantize_1x128
+from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, round_up, row_scales, split_columns, split_rows
+from moe_ep.kernel_arguments import dtype_name
+
+_KERNEL_DTYPES: Final = (torch.bfloat16, torch.float32)
+_KERNEL_STEP: Final = 16  # elements: what the kernels ask of widths and of rows
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Cast:
+    """What a cast gave: the rows, their transpose, or both; empty lists for what was not asked for."""
+
+    rows: list[Fp8Matrix]
+    columns: list[Fp8Matrix]
+
+
+def cast_rows(
+    x_RK: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool = True, columns: bool = False
+) -> Fp8Cast:
+    """Cast the rows of all experts, and (or) their transpose.
+
+    Args:
+        x_RK: [R, K] bfloat16, float16 or float32.
+        ranges: the rows of each expert.
+        power_of_two: scales are powers of two.
+        rows, columns: what to make; both from one reading.
+    """
+    if kernel_serves(x_RK, ranges):
+        return _launch("rows", x_RK, None, x_RK.shape[1], ranges, power_of_two, rows, columns)
+    made_rows, made_columns = [], []
+    for part in ranges.slices:
+        if rows:
+            codes, scales_RB = quantize_1x128(x_RK[part], power_of_two)
+            made_rows.append(Fp8Matrix(codes, row_scales(scales_RB), "rows"))
+        if columns:
+            made_columns.append(_transposed(x_RK[part], power_of_two))
+    return Fp8Cast(made_rows, made_columns)
+
+
+def cast_swiglu(projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool) -> Fp8Cast:
+    """The rows of silu(gate) * up in FP8, without writing them in between. Only where `kernel_serves`."""
+    width = projected_R2F.shape[1] // 2
+    return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows=True, columns=False)
+
+
+def pack_scales(scales_RB: Tensor, ranges: RowRanges) -> Tensor:
+    """Row-major scales, as they travel, in the GEMM's layout, one block an expert: flat float32.
+
+    Args:
+        scales_RB: [R, B] float32, any strides.
+        ranges: the rows of each expert.
+    """
+    if scales_RB.is_cuda and _is_stepped(*ranges.sizes) and (kernels := _native.load()) is not None:
+        scales_RB = scales_RB.contiguous()
+        packed = torch.empty(scales_RB.numel(), dtype=torch.float32, device=scales_RB.device)
+        with torch.cuda.device(scales_RB.device):
+            kernels.fp8_pack_scales(
+                scales=scales_RB.data_ptr(),
+                tiles=ranges.tiles.data_ptr(),
+                num_tiles=len(ranges.tiles),
+                num_blocks=scales_RB.shape[1],
+                packed=packed.data_ptr(),
+                stream=torch.cuda.current_stream().cuda_stream,
+            )
+        return packed
+    parts = [row_scales(scales_RB[part]).flatten() for part in ranges.slices]
+    return torch.cat(parts) if parts else scales_RB.new_empty(0)
+
+
+def transpose_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges, power_of_two: bool) -> list[Fp8Matrix]:
+    """FP8 rows cast anew for the weights' gradient, from their own values rounded to bfloat16.
+
+    With scales that are powers of two nothing is lost but what falls below the smallest step of the new block.
+
+    Args:
+        data_RK: [R, K] float8_e4m3fn.
+        packed: scales as `pack_scales` gave them.
+    """
+    if data_RK.is_cuda and _is_stepped(data_RK.shape[1], *ranges.sizes) and _native.load() is not None:
+        return _launch("fp8", data_RK, packed, data_RK.shape[1], ranges, power_of_two, False, True).columns
+    columns = []
+    for matrix in split_rows(data_RK, packed, ranges):
+        scales_RB = matrix.scales[:, : len(matrix.data)].t()
+        columns.append(_transposed(dequantize_1x128(matrix.data, scales_RB, torch.bfloat16), power_of_two))
+    return columns
+
+
+def cast_weights(weight_LOI: Tensor, power_of_two: bool) -> tuple[list[Fp8Matrix], list[Fp8Matrix]]:
+    """Weights with one scale a 128x128 block: [O, I] of each expert, and [I, O].
+
+    Args:
+        weight_LOI: [L, O, I] bfloat16, float16 or float32.
+    """
+    num_experts, outputs, inputs = weight_LOI.shape
+    ranges = RowRanges((outputs,) * num_experts, weight_LOI.device)
+    flat = weight_LOI.reshape(-1, inputs)
+    if kernel_serves(flat, ranges):
+        return _launch_weights(flat, inputs, outputs, num_experts, ranges, power_of_two)
+    rows, columns = [], []
+    for weight_OI in weight_LOI:
+        codes, scales = _cast_tiles(weight_OI, power_of_two)
+        rows.append(Fp8Matrix(codes, _tile_scales(scales), "tiles"))
+        columns.append(Fp8Matrix(_transpose_bytes(codes), _tile_scales(scales.t()), "tiles"))
+    return rows, columns
+
+
+# -- by PyTorch -------------------------------------------------------------------------------------------------------
+
+
+def _transposed(x_RK: Tensor, power_of_two: bool) -> Fp8Matrix:
+    if not len(x_RK):
+        padded = round_up(x_RK.shape[1], 4)
+        empty = torch.empty(x_RK.shape[1], 0, dtype=torch.float8_e4m3fn, device=x_RK.device)
+        return Fp8Matrix(empty, x_RK.new_empty(0, padded, dtype=torch.float32), "rows")
+    codes, scales = quantize_1x128(x_RK.t(), power_of_two)
+    return Fp8Matrix(codes, row_scales(scales), "rows")
+
+
+def _cast_tiles(weight_OI: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """e4m3 [O, I] and scales [ceil(O / 128), ceil(I / 128)]: each tile is cast as if it were one long block."""
+    outputs, inputs = weight_OI.shape
+    high, wide = num_blocks(outputs), num_blocks(inputs)
+    padded = weight_OI.new_zeros(high * BLOCK_ELEMS, wide * BLOCK_ELEMS)
+    padded[:outputs, :inputs] = weight_OI
+    tiles = padded.view(high, BLOCK_ELEMS, wide, BLOCK_ELEMS).transpose(1, 2)
+    # The row of a tile with the largest element decides; cast with it as the only block, every row gets its scale.
+    finite = torch.where(tiles.isfinite(), tiles.abs().float(), 0.0)
+    largest = finite.amax(dim=(2, 3))
+    marked = torch.zeros(high * wide, BLOCK_ELEMS, dtype=torch.float32, device=weight_OI.device)
+    marked[:, 0] = largest.flatten()
+    scales = quantize_1x128(marked, power_of_two)[1].view(high, wide)
+    inverse = scales.reciprocal()[:, :, None, None]
+    codes = (tiles.float() * inverse).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.where(tiles.isfinite(), codes, 0x7F).transpose(1, 2).reshape(padded.shape)
+    return codes[:outputs, :inputs].contiguous().view(torch.float8_e4m3fn), scales
+
+
+def _tile_scales(scales: Tensor) -> Tensor:
+    out = scales.new_ones(scales.shape[0], round_up(scales.shape[1], 4))
+    out[:, : scales.shape[1]] = scales
+    return out
+
+
+def _transpose_bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+# -- by the kernels ---------------------------------------------------------------------------------------------------
+
+
+def kernel_serves(x_RK: Tensor, ranges: RowRanges) -> bool:
+    """Whether the kernels take these rows."""
+    if not (x_RK.is_cuda and x_RK.dtype in _KERNEL_DTYPES and _is_stepped(x_RK.shape[1], *ranges.sizes)):
+        return False
+    return _native.load() is not None
+
+
+def _is_stepped(*sizes: int) -> bool:
+    return all(size % _KERNEL_STEP == 0 for size in sizes)
+
+
+def _launch(
+    source: str,
+    x: Tensor,
+    packed: Tensor | None,
+    width: int,
+    ranges: RowRanges,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> Fp8Cast:
+    """x [R, K] (or [R, 2K] for "swiglu") -> FP8 rows and columns."""
+    x = x.contiguous()
+    num_elems = ranges.num_rows * width
+    fp8, wide = torch.float8_e4m3fn, torch.float32
+    row_data = x.new_empty(ranges.num_rows if rows else 0, width, dtype=fp8)
+    scales = x.new_empty(ranges.num_rows * num_blocks(width) if rows else 0, dtype=wide)
+    column_data = x.new_empty(num_elems if columns else 0, dtype=fp8)
+    column_scales = x.new_empty(len(ranges.tiles) * width if columns else 0, dtype=wide)
+    _call(source, x, packed, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
+    return Fp8Cast(
+        split_rows(row_data, scales, ranges) if rows else [],
+        split_columns(column_data, column_scales, width, ranges) if columns else [],
+    )
+
+
+def _launch_weights(
+    flat: Tensor, inputs: int, outputs: int, num_experts: int, ranges: RowRanges, power_of_two: bool
+) -> tuple[list[Fp8Matrix], list[Fp8Matrix]]:
+    high, wide = num_blocks(outputs), num_blocks(inputs)
+    rows = torch.empty(num_experts, outputs, inputs, dtype=torch.float8_e4m3fn, device=flat.device)
+    columns = torch.empty(num_experts, inputs, outputs, dtype=torch.float8_e4m3fn, device=flat.device)
+    row_tiles = torch.ones(num_experts, high, round_up(wide, 4), device=flat.device)
+    column_tiles = torch.ones(num_experts, wide, round_up(high, 4), device=flat.device)
+    _call("rows", flat.contiguous(), None, inputs, ranges, (rows, row_tiles, columns, column_tiles), True, power_of_two)
+    return (
+        [Fp8Matrix(data, scales, "tiles") for data, scales in zip(rows, row_tiles, strict=True)],
+        [Fp8Matrix(data, scales, "tiles") for data, scales in zip(columns, column_tiles, strict=True)],
+    )
+
+
+def _call(
+    source: str,
+    x: Tensor,
+    packed: Tensor | None,
+    width: int,
+    ranges: RowRanges,
+    outs: tuple[Tensor, Tensor, Tensor, Tensor],
+    one_scale: bool,
+    power_of_two: bool,
+) -> None:
+    if not ranges.num_rows:
+        return
+    row_data, scales, column_data, column_scales = outs
+    with torch.cuda.device(x.device):
+        _native.require().fp8_cast_tiles(
+            source=source,
+            dtype="bfloat16" if source == "fp8" else dtype_name(x.dtype),
+            x=x.data_ptr(),
+            x_scales=0 if packed is None else packed.data_ptr(),
+            tiles=ranges.tiles.data_ptr(),
+            num_tiles=len(ranges.tiles),
+            width=width,
+            rows=row_data.data_ptr() if row_data.numel() else 0,
+            row_scales=scales.data_ptr() if scales.numel() else 0,
+            columns=column_data.data_ptr() if column_data.numel() else 0,
+            column_scales=column_scales.data_ptr() if column_scales.numel() else 0,
+            one_scale=one_scale,
+            power_of_two=power_of_two,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
