@@ -54,7 +54,7 @@ def stand_in_for_cuda() -> None:
     cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
     cuda.stream = _nothing
     cuda.synchronize = lambda *args: None
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
     stock_type = torch.Tensor.type  # clipping compares the name of the type with that of CUDA
