@@ -50,6 +50,9 @@ Exchange::Exchange(int rank, int size, double timeout_secs) {
   std::memset(static_cast<void*>(record_), 0, sizeof(HostRecord));
   check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&world_.record), record_, 0),
              "intranode: mapped host memory");
+  for (cudaEvent_t* event : {&followed_, &led_}) {
+    check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "intranode: an event");
+  }
   check_cuda(cudaDeviceSynchronize(), "intranode: the start");
 }
 
@@ -71,6 +74,8 @@ Exchange::~Exchange() {
   cudaFree(world_.segment[world_.rank]);
   cudaFree(world_.control[world_.rank]);
   cudaFreeHost(record_);
+  cudaEventDestroy(followed_);
+  cudaEventDestroy(led_);
 }
 
 std::string Exchange::export_control() const { return export_memory(world_.control[world_.rank]); }
@@ -131,11 +136,27 @@ void Exchange::begin_generation(uint32_t generation) {
   record_->timeout.valid = record_->refused.valid = record_->overflow.valid = record_->bad_idx.valid = 0;
 }
 
+bool Exchange::follow(cudaStream_t caller) const {
+  check_cuda(cudaEventRecord(followed_, caller), "intranode: an event on the caller's stream");
+  check_cuda(cudaStreamWaitEvent(stream_, followed_, 0), "intranode: the wait for the caller's stream");
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream_, &status), "intranode: the state of the stream");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void Exchange::lead(cudaStream_t caller) const {
+  check_cuda(cudaEventRecord(led_, stream_), "intranode: an event on the stream of the exchange");
+  check_cuda(cudaStreamWaitEvent(caller, led_, 0), "intranode: the caller's wait for the exchange");
+}
+
 Call Exchange::call(const int64_t* header, int num_match, uint64_t question) const {
   Call call;
   call.world = world_;
-  call.world.operation = header[0];
+  call.world.operation = header[kOperationWord];
   std::memcpy(call.header, header, sizeof(call.header));
+  if (header[kStatusWord] == kFine && header[kNeedWord] > world_.slot_bytes) {
+    call.header[kStatusWord] = kDoesNotFit;
+  }
   call.num_match = num_match;
   call.question = question;
   return call;
@@ -143,7 +164,7 @@ Call Exchange::call(const int64_t* header, int num_match, uint64_t question) con
 
 uint64_t Exchange::answered() const { return __atomic_load_n(&record_->answered, __ATOMIC_ACQUIRE); }
 
-bool Exchange::wait_answer(uint64_t question, double limit_secs, cudaStream_t stream) const {
+bool Exchange::wait_answer(uint64_t question, double limit_secs) const {
   using Clock = std::chrono::steady_clock;
   const auto began = Clock::now();
   for (int64_t round = 0;; ++round) {
@@ -158,7 +179,7 @@ bool Exchange::wait_answer(uint64_t question, double limit_secs, cudaStream_t st
       return false;
     }
     if (waited_secs > 0.005) {
-      const cudaError_t error = cudaStreamQuery(stream);
+      const cudaError_t error = cudaStreamQuery(stream_);
       if (error != cudaErrorNotReady) {
         check_cuda(error, "intranode: the stream of the exchange");
         MOE_EP_CHECK(answered() == question, "intranode: a kernel ended without an answer.");

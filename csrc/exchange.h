@@ -15,16 +15,23 @@ constexpr int kMaxBlocks = 8;
 // The tokens of a source are cut into chunks, a chunk into parts; a flag says that a part can be read. A source's T
 // alone decides where the cuts lie, so every rank computes the same ones.
 constexpr int kMaxChunks = 64;
-constexpr int kMoveParts = 4;
+constexpr int kMoveParts = 8;
 constexpr int kCombineParts = 8;  // more workers share a combine
 constexpr int kMinChunkTokens = 32;
 constexpr int kNumFlags = kMaxChunks * kCombineParts;
 
-// A header: words that must be alike on all ranks (as many as the call says), then each rank's own.
+// A header: words that must be alike on all ranks (as many as the call says), then each rank's own. Those with a name
+// here are set or read by number; moe_ep/backends/node_header.py packs them all, and a test compares the numbers.
 constexpr int kHeaderWords = 32;
+constexpr int kOperationWord = 0;
+constexpr int kHiddenWord = 3;
+constexpr int kDtypeWord = 6;
+constexpr int kWeightsDtypeWord = 7;
+constexpr int kExactWord = 10;
 constexpr int kOverflowedWord = 19;   // this rank received more rows than max_rows: whatever it would send is lost
 constexpr int kRegisteredWord = 20;   // number of the block that rows lie in for peers to read, 0 for none; then offset
                                       // and stride of rows and of scales, bytes
+constexpr int kNeedWord = 25;         // bytes that this rank puts into its slot
 constexpr int kFirstOffsetWord = 26;  // in this rank's slot, bytes
 constexpr int kSecondOffsetWord = 27;
 constexpr int kStatusWord = 28;

@@ -37,15 +37,29 @@ class Exchange {
   void open_block(int peer, const std::string& exported);
 
   int size() const { return world_.size; }
+  bool uses_bulk_copies() const { return uses_bulk_copies_; }
+
+  // The stream of all kernels, which the caller owns, and whether they take the path of sm_90 and later.
+  void launch_on(cudaStream_t stream, bool uses_bulk_copies) {
+    stream_ = stream;
+    uses_bulk_copies_ = uses_bulk_copies;
+  }
+  cudaStream_t stream() const { return stream_; }
+  // Orders the own stream behind what `caller` has been given so far; whether a CUDA graph captures that.
+  bool follow(cudaStream_t caller) const;
+  // Orders `caller` behind what the own stream has been given so far.
+  void lead(cudaStream_t caller) const;
 
   // Epoch 0 of a generation, faults forgotten. No kernel of this exchange may be running.
   void begin_generation(uint32_t generation);
 
+  // A call with this header, kHeaderWords long. Its status becomes kDoesNotFit where it was fine, but the bytes that it
+  // needs are more than a slot has.
   Call call(const int64_t* header, int num_match, uint64_t question) const;
 
   // Until the device has answered `question`: false where `limit_secs` passed first. Throws where the stream has ended
   // without an answer.
-  bool wait_answer(uint64_t question, double limit_secs, cudaStream_t stream) const;
+  bool wait_answer(uint64_t question, double limit_secs) const;
 
   HostRecord& record() { return *record_; }
   static bool take_fault(HostRecord::Fault* fault, int64_t (&values)[8]);
@@ -55,7 +69,10 @@ class Exchange {
 
   World world_;
   int num_blocks_ = 0;
+  bool uses_bulk_copies_ = false;
   HostRecord* record_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t followed_ = nullptr, led_ = nullptr;
 };
 
 // The current device, as other processes can name it, and whether its kernels can reach another one's memory.

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-# Tokens of each rank, rows from each to each, pairs from each, rows of each local expert.
-Counts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], list[int]]
+# Tokens of each rank, rows from each to each, pairs from each, rows of each local expert, and those padded.
+Counts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], list[int], list[int]]
+# (x, stride, bytes of a row, out, poison, padding): `Rows` of csrc/intranode_move.h.
+NativeRows = tuple[int, int, int, int, int, int]
+
+
+class NativeRoute(Protocol):
+    """`moe_ep._C.Route`: what the calls along one handle share. Python only hands it on."""
 
 
 class NativeExchange(Protocol):
     """`moe_ep._C.Exchange`: memory that ranks share, and the kernels on it. See csrc/exchange_host.h.
 
-    `header` is 32 int64 as bytes, `num_match` of them the same on all ranks. Launches do not wait for the device.
+    Launches do not wait for the device. They are ordered behind the stream `caller`, and it behind them if `joins`;
+    they return whether a CUDA graph captures them. `header` is 32 int64 as bytes, `num_match` of them the same on all
+    ranks. `need_bytes` are what this rank puts into its slot: where that is too little, the call says so to all ranks.
+    `places` say where rows lie that peers read in place (`NodeMemory.places_of`); empty for none.
     """
 
     slot_bytes: int
@@ -26,21 +35,119 @@ class NativeExchange(Protocol):
     def close_segments(self) -> None: ...
     def allocate_segment(self, slot_bytes: int) -> None: ...
     def begin_generation(self, generation: int) -> None: ...
-    def wait_answer(self, question: int, limit_secs: float, stream: int) -> bool: ...
+    def launch_on(self, stream: int, bulk_copies: bool) -> None: ...
+    def wait_answer(self, question: int, limit_secs: float) -> bool: ...
     def answer(self) -> tuple[int, int, int, int, int, int, int, int]: ...
-    def counts(self, size: int, num_local: int) -> Counts: ...
+    def counts(self, size: int, num_local: int, alignment: int) -> Counts: ...
     def headers(self, size: int) -> bytes: ...
     def has_fault(self) -> bool: ...
     def take_faults(self) -> list[tuple[str, list[int]]]: ...
-    def plan_count(self, **arguments: Any) -> None: ...
-    def plan_fill(self, **arguments: Any) -> None: ...
-    def move(self, **arguments: Any) -> None: ...
-    def combine(self, **arguments: Any) -> None: ...
-    def numbers_home(self, **arguments: Any) -> None: ...
-    def all_reduce(self, **arguments: Any) -> None: ...
-    def header_only(self, **arguments: Any) -> None: ...
-    def done_only(self, **arguments: Any) -> None: ...
-    def drain(self, **arguments: Any) -> None: ...
+
+    def plan_count(
+        self, caller: int, joins: bool, num_sms: int, plan: object, header: bytes, num_match: int, question: int, /
+    ) -> bool: ...
+
+    def plan_fill(
+        self,
+        caller: int,
+        joins: bool,
+        num_sms: int,
+        plan: object,
+        header: bytes,
+        num_match: int,
+        capacity: int,
+        num_rows: int,
+        row_idx: int,
+        row_weights: int,
+        recv_token: int,
+        pair_row: int,
+        row_pair: int,
+        token_row: int,
+        slot_rank: int,
+        send_token: int,
+        /,
+    ) -> bool: ...
+
+    def move(
+        self,
+        caller: int,
+        joins: bool,
+        num_sms: int,
+        route: NativeRoute,
+        operation: int,
+        hidden: int,
+        dtype: int,
+        need_bytes: int,
+        places: tuple[int, ...],
+        rows: list[NativeRows],
+        dtype_name: str,
+        weights: int,
+        made_rows: int,
+        grad_weights: int,
+        /,
+    ) -> bool: ...
+
+    def combine(
+        self,
+        caller: int,
+        joins: bool,
+        num_sms: int,
+        route: NativeRoute,
+        operation: int,
+        hidden: int,
+        dtype: int,
+        need_bytes: int,
+        places: tuple[int, ...],
+        rows: int,
+        row_bytes: int,
+        y: int,
+        poison: int,
+        dtype_name: str,
+        bias_0: int,
+        bias_1: int,
+        weights: int,
+        is_weighted: bool,
+        weights_dtype: int,
+        exact: bool,
+        pairs_offset: int,
+        weights_offset: int,
+        /,
+    ) -> bool: ...
+
+    def numbers_home(
+        self,
+        caller: int,
+        joins: bool,
+        num_sms: int,
+        route: NativeRoute,
+        operation: int,
+        dtype: int,
+        need_bytes: int,
+        numbers: int,
+        num_compact_rows: int,
+        sums: bool,
+        out: int,
+        dtype_name: str,
+        /,
+    ) -> bool: ...
+
+    def all_reduce(
+        self,
+        caller: int,
+        joins: bool,
+        num_sms: int,
+        header: bytes,
+        num_match: int,
+        numbers: int,
+        out: int,
+        count: int,
+        dtype_name: str,
+        /,
+    ) -> bool: ...
+
+    def header_only(self, caller: int, joins: bool, header: bytes, num_match: int, question: int, /) -> bool: ...
+    def done_only(self, caller: int, joins: bool, header: bytes, /) -> bool: ...
+    def drain(self, header: bytes, /) -> None: ...
 
 
 class ExchangeKernels(Protocol):
@@ -48,9 +155,11 @@ class ExchangeKernels(Protocol):
 
     max_ranks: int
     max_chunks: int
+    max_local_experts: int
 
     def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> NativeExchange: ...  # noqa: N802 (a class)
     def PlanInput(self, **arguments: Any) -> object: ...  # noqa: N802 (a class)
+    def Route(self, **arguments: Any) -> NativeRoute: ...  # noqa: N802 (a class)
     def pci_bus_id(self) -> str: ...
     def can_reach(self, peer_pci_bus_id: str) -> bool: ...
     def has_bulk_copies(self) -> bool: ...

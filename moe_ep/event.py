@@ -14,14 +14,17 @@ from torch import Tensor
 
 
 class EventHandle:
-    """Marks what the current CUDA stream has been given so far, at the moment of construction.
+    """Marks what a CUDA stream has been given so far, at the moment of construction.
 
     Where this process has not started CUDA there is no such work, and the handle is empty: it starts no CUDA itself.
+
+    Args:
+        stream: None for the current one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._event = torch.cuda.current_stream().record_event() if in_use else None
+        self._event = (stream or torch.cuda.current_stream()).record_event() if in_use else None
 
     def current_stream_wait(self) -> None:
         """Makes the current CUDA stream wait for the mark, without stopping the host; does nothing if empty."""

@@ -7,7 +7,7 @@ the buffer that made it, and it fits every buffer over the same ranks and geomet
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -109,6 +109,15 @@ class DispatchHandle:
         """Sums what came back for each token in ascending rank order: S_send rows -> T."""
         src = torch.arange(self.send_token.numel(), device=self.send_token.device)
         return OrderedSum.from_terms(self.send_token, src, self.num_tokens)
+
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """What a backend has worked out of the handle, by the backend's name: once, and kept as long as the handle."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have tensors of their own: what was worked out of these stays here."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     # -- as DeepEP V1's tuple ---------------------------------------------------------------------------------------
 

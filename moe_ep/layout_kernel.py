@@ -21,10 +21,10 @@ def counted_layout(topk_idx: Tensor, placement: ExpertPlacement, num_sms: int) -
     """
     ids, device = topk_idx.contiguous(), topk_idx.device
     num_tokens, num_topk = ids.shape
-    per_expert = torch.empty(placement.num_experts, dtype=torch.int32, device=device)
-    per_rank = torch.empty(placement.world_size, dtype=torch.int32, device=device)
-    in_rank_TW = torch.empty(num_tokens, placement.world_size, dtype=torch.bool, device=device)
-    bad_id = torch.empty(3, dtype=torch.int64, device=device)
+    per_expert = ids.new_empty(placement.num_experts, dtype=torch.int32)
+    per_rank = ids.new_empty(placement.world_size, dtype=torch.int32)
+    in_rank_TW = ids.new_empty(num_tokens, placement.world_size, dtype=torch.bool)
+    bad_id = ids.new_empty(3, dtype=torch.int64)
     owner, _ = placement.kernel_tables(device)
     require().layout_count(
         topk_idx=ids.data_ptr(),

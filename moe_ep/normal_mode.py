@@ -8,9 +8,8 @@ Letters: T tokens of this rank, H hidden, K slots a token, E experts, L of them 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -38,13 +37,20 @@ RANKS_PER_NODE = 8  # what DeepEP V1 takes for a node
 Rows = Tensor | tuple[Tensor, Tensor]  # [T, H], or FP8 rows [T, H] with scales [T, n]
 
 
-@dataclass(frozen=True)
 class _Event:
-    """The three stream arguments that every call takes."""
+    """The three stream arguments that every call takes. As a context, it holds the backend to them."""
 
-    previous: EventOverlap | EventHandle | None
-    async_finish: bool
-    allocate_on_comm_stream: bool
+    __slots__ = ("allocate_on_comm_stream", "async_finish", "backend", "previous")
+
+    def __init__(
+        self,
+        backend: Backend,
+        previous: EventOverlap | EventHandle | None,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+    ) -> None:
+        self.backend, self.previous, self.async_finish = backend, previous, async_finish
+        self.allocate_on_comm_stream = allocate_on_comm_stream
 
     def begin(self) -> None:
         """Makes the current stream wait for the previous event.
@@ -62,25 +68,20 @@ class _Event:
         if self.previous is not None:
             self.previous.current_stream_wait()
 
-    @contextmanager
-    def asynchronous(self, backend: Backend, config: Config | None) -> Iterator[None]:
-        """Calls in the block leave the current stream alone where an event is asked for, and keep `config`'s SMs."""
-        backend.joins_stream = not self.async_finish
-        if config is not None:
-            backend.num_sms = max(1, config.num_sms)
-        try:
-            yield
-        finally:
-            backend.joins_stream = True
+    def __enter__(self) -> None:
+        """Calls from here on leave the current stream alone where an event is asked for."""
+        self.backend.joins_stream = not self.async_finish
 
-    def end(self, backend: Backend) -> EventOverlap:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.backend.joins_stream = True
+
+    def end(self) -> EventOverlap:
         """What marks the end of the calls that were made."""
         if not self.async_finish:
             return EventOverlap(None)
-        if backend.stream is None:
-            return EventOverlap(EventHandle())
-        with torch.cuda.stream(backend.stream):
-            return EventOverlap(EventHandle())
+        return EventOverlap(EventHandle(self.backend.stream))
 
 
 class NormalMode(ABC):
@@ -133,8 +134,7 @@ class NormalMode(ABC):
             TypeError, ValueError: a dtype or shape; on the CPU also an id outside [-1, E). On CUDA, where nobody waits,
                 such an id counts as -1, and the dispatch raises.
         """
-        event = _Event(previous_event, async_finish, allocate_on_comm_stream)
-        event.begin()
+        _Event(self.backend, previous_event, async_finish, allocate_on_comm_stream).begin()
         check_tensor(topk_idx, "topk_idx")
         check_topk(topk_idx, topk_idx, None)
         placement = self.placement(num_experts)
@@ -192,7 +192,8 @@ class NormalMode(ABC):
         Raises:
             TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.dispatch`, on every rank.
         """
-        backend, event = self.backend, _Event(previous_event, async_finish, allocate_on_comm_stream)
+        backend = self.backend
+        event = _Event(backend, previous_event, async_finish, allocate_on_comm_stream)
         try:
             event.begin()
             self.check()
@@ -204,19 +205,21 @@ class NormalMode(ABC):
                 request = self._request(rows, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
         except (TypeError, ValueError, RuntimeError) as error:
             backend.refuse("dispatch", error)
-        with event.asynchronous(backend, config):
+        if config is not None:
+            backend.num_sms = max(1, config.num_sms)
+        with event:
             if handle is not None:
                 backend.open_dispatch(handle, rows)
-                return _move(backend, handle, rows, scales), None, None, None, None, event.end(backend)
+                return _move(backend, handle, rows, scales), None, None, None, None, event.end()
             plan = backend.plan(request)
             received = _move(backend, plan.handle, rows, scales)
             if topk_idx is not None:
                 counts = plan.tokens_per_expert or []
-                return received, plan.row_idx, plan.row_weights, counts, plan.handle, event.end(backend)
+                return received, plan.row_idx, plan.row_weights, counts, plan.handle, event.end()
             assert num_tokens_per_expert is not None
             counts = backend.exchange_counts(num_tokens_per_expert, request.placement)
             counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
-            return received, None, None, counts, plan.handle, event.end(backend)
+            return received, None, None, counts, plan.handle, event.end()
 
     def _request(
         self,
@@ -315,7 +318,8 @@ class NormalMode(ABC):
         Raises:
             TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.combine`, on every rank.
         """
-        backend, event = self.backend, _Event(previous_event, async_finish, allocate_on_comm_stream)
+        backend = self.backend
+        event = _Event(backend, previous_event, async_finish, allocate_on_comm_stream)
         try:
             event.begin()
             self.check()
@@ -326,11 +330,13 @@ class NormalMode(ABC):
             weights = None if topk_weights is None else _row_weights(topk_weights, handle)
         except (TypeError, ValueError, RuntimeError) as error:
             backend.refuse("combine", error)
-        with event.asynchronous(backend, config):
+        if config is not None:
+            backend.num_sms = max(1, config.num_sms)
+        with event:
             backend.open_combine(handle, x, weights, exact=False, needs_grad=False)
             combined = backend.combine(handle, x, None, exact=False, bias=biases)
             summed = None if weights is None else backend.sum_weights(handle, weights)
-            return combined, summed, event.end(backend)
+            return combined, summed, event.end()
 
     # -- recommendations --------------------------------------------------------------------------------------------
 

@@ -75,7 +75,19 @@ class ExpertPlacement:
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Global ids of the experts of `rank`, ascending; their positions are the local ids."""
-        return tuple(expert for expert, owner in enumerate(self.owner) if owner == rank)
+        return self._experts_by_rank[rank]
+
+    @cached_property
+    def most_local(self) -> int:
+        """The most experts that a rank owns."""
+        return max(len(experts) for experts in self._experts_by_rank)
+
+    @cached_property
+    def _experts_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        experts: list[list[int]] = [[] for _ in range(self.world_size)]
+        for expert, rank in enumerate(self.owner):
+            experts[rank].append(expert)
+        return tuple(map(tuple, experts))
 
     @cached_property
     def local_idx(self) -> tuple[int, ...]:

@@ -27,10 +27,12 @@ from torch.distributed import distributed_c10d as c10d
 from moe_ep._native_exchange import Counts
 from moe_ep.backends import node_calls, node_memory
 from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
+from moe_ep.backends.header import ERRORS
+from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
 
 PAGE_BYTES = 2 << 20
-STATUS_WORD = 28
-DOES_NOT_FIT = 100
+OPERATION_WORD, HIDDEN_WORD, DTYPE_WORD, WEIGHTS_DTYPE_WORD, EXACT_WORD = 0, 3, 6, 7, 10  # csrc/exchange.h
+PLACES_WORD, FIRST_OFFSET_WORD = 20, 26
 Result = TypeVar("Result")
 Fault = tuple[str, list[int]]
 
@@ -48,6 +50,7 @@ class FakeNode:
         events: (rank, what) of everything that happens to memory, in order.
         exchanges: by rank, the newest.
         kernels_of: by rank; None stands for an install without kernels.
+        streams: by what csrc knows them by.
         is_capturing: whether the current stream is being captured.
     """
 
@@ -60,6 +63,7 @@ class FakeNode:
         self.headers: defaultdict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
         self.exchanges: dict[int, FakeExchange] = {}
         self.kernels_of: dict[int, FakeKernels | None] = {rank: FakeKernels(self, rank) for rank in range(size)}
+        self.streams: dict[int, FakeStream] = {}
         self.is_capturing = False
         self._thread = threading.local()
 
@@ -112,18 +116,23 @@ class FakeNode:
         stores = {"PrefixStore": c10d.PrefixStore, "_get_default_store": lambda: self.store}
         monkeypatch.setattr(node_memory, "c10d", SimpleNamespace(**stores))
         monkeypatch.setattr(torch, "as_tensor", lambda rows, device: _memory_of(rows, device))
-        streams = threading.local()
+        current_of = threading.local()
 
-        def current(device: torch.device) -> FakeStream:
-            if not hasattr(streams, "current"):
-                streams.current = FakeStream(device)
-            stream: FakeStream = streams.current
+        def new_stream(device: torch.device | None = None, priority: int = 0) -> FakeStream:
+            stream = FakeStream(device, priority)
+            self.streams[stream.cuda_stream] = stream
+            return stream
+
+        def current(device: object = None) -> FakeStream:
+            if not hasattr(current_of, "stream"):
+                current_of.stream = new_stream()
+            stream: FakeStream = current_of.stream
             return stream
 
         cuda = {
             "current_device": lambda: 0,
             "is_available": lambda: True,
-            "Stream": FakeStream,
+            "Stream": new_stream,
             "Event": FakeEvent,
             "current_stream": current,
             "is_current_stream_capturing": lambda: self.is_capturing,
@@ -132,6 +141,8 @@ class FakeNode:
         }
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        raw = "_cuda_getCurrentRawStream"
+        monkeypatch.setattr(torch._C, raw, lambda device_idx: current().cuda_stream, raising=False)
         return self
 
 
@@ -190,12 +201,16 @@ class FakeKernels:
     rank: int
     max_ranks: int = 16
     max_chunks: int = 64
+    max_local_experts: int = 2048
     unreachable: tuple[str, ...] = ()
 
     def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> FakeExchange:  # noqa: N802 (a class)
         return FakeExchange(self.node, rank, size, timeout_secs)
 
     def PlanInput(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
+        return SimpleNamespace(**arguments)
+
+    def Route(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
         return SimpleNamespace(**arguments)
 
     def pci_bus_id(self) -> str:
@@ -246,7 +261,7 @@ class FakeExchange:
         self.launches: list[Launch] = []
         self.faults: list[Fault] = []
         self.plan_rows = (0, 0)
-        self.plan_counts: Counts = ((0,) * size, (0,) * (size * size), (0,) * size, [])
+        self.plan_counts: tuple[Any, ...] = ((0,) * size, (0,) * (size * size), (0,) * size, [])
         self.bad = (-1, 0)
         self.is_stuck = self.is_full = False
         self.generation = self.epoch = 0
@@ -318,7 +333,10 @@ class FakeExchange:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def wait_answer(self, question: int, limit_secs: float, stream: int) -> bool:
+    def launch_on(self, stream: int, bulk_copies: bool) -> None:
+        self.stream, self.bulk_copies = stream, bulk_copies
+
+    def wait_answer(self, question: int, limit_secs: float) -> bool:
         headers = self.node.headers[self._asked]
         with self.node.change:
             if self.is_stuck or not self.node.change.wait_for(lambda: len(headers) == self.size, limit_secs):
@@ -340,10 +358,10 @@ class FakeExchange:
         wishes = [max((row[word] for row in rows), default=0) for word in (29, 30)]
         return self._verdict, self._asked[1], *self.plan_rows, *self.bad, wishes[0], wishes[1]
 
-    def counts(self, size: int, num_local: int) -> Counts:
+    def counts(self, size: int, num_local: int, alignment: int) -> Counts:
         tokens, rows, pairs, experts = self.plan_counts
         assert (len(tokens), len(rows), len(pairs), len(experts)) == (size, size * size, size, num_local)
-        return self.plan_counts
+        return tokens, rows, pairs, list(experts), [-(-count // alignment) * alignment for count in experts]
 
     def headers(self, size: int) -> bytes:
         return b"".join(self.node.headers[self._asked][rank] for rank in range(size))
@@ -356,44 +374,97 @@ class FakeExchange:
         self.faults = [fault for fault in taken if fault[0] == "timeout"]
         return taken
 
-    def plan_count(self, **arguments: Any) -> None:
-        self._launch("plan_count", arguments)
+    def plan_count(self, caller: int, joins: bool, *given: Any) -> bool:
+        named = _named(given, "num_sms input header num_match question")
+        if self.bad[0] >= 0 and named["question"]:
+            words = list(struct.unpack("32q", named["header"]))
+            words[STATUS_WORD] = words[STATUS_WORD] or ERRORS.index(ValueError)
+            named["header"] = struct.pack("32q", *words)
+        return self._launch("plan_count", caller, joins, named)
 
-    def plan_fill(self, **arguments: Any) -> None:
-        self._keep("plan_fill", arguments)
+    def plan_fill(self, caller: int, joins: bool, *given: Any) -> bool:
+        outputs = "row_idx row_weights recv_token pair_row row_pair token_row slot_rank send_token"
+        named = _named(given, f"num_sms input header num_match capacity num_rows {outputs}")
+        return self._keep("plan_fill", caller, joins, named)
 
-    def move(self, **arguments: Any) -> None:
-        self._launch("move", arguments)
+    def move(self, caller: int, joins: bool, *given: Any) -> bool:
+        named = _named(
+            given,
+            "num_sms route operation hidden dtype_number need_bytes places rows dtype weights made_rows grad_weights",
+        )
+        return self._launch("move", caller, joins, self._along(named))
 
-    def combine(self, **arguments: Any) -> None:
-        self._launch("combine", arguments)
+    def combine(self, caller: int, joins: bool, *given: Any) -> bool:
+        said = "num_sms route operation hidden dtype_number need_bytes places"
+        rows = "rows row_bytes y poison dtype bias_0 bias_1 weights is_weighted weights_dtype exact"
+        named = _named(given, f"{said} {rows} first_offset second_offset")
+        return self._launch("combine", caller, joins, self._along(named))
 
-    def numbers_home(self, **arguments: Any) -> None:
-        self._launch("numbers_home", arguments)
+    def numbers_home(self, caller: int, joins: bool, *given: Any) -> bool:
+        named = _named(
+            given,
+            "num_sms route operation dtype_number need_bytes numbers num_compact_rows sums out dtype",
+        )
+        route = named["route"]
+        named = self._along({"hidden": route.num_topk, "places": ()} | named)
+        named["pair_row"] = route.pair_row if route.expert_major else 0
+        return self._launch("numbers_home", caller, joins, named)
 
-    def all_reduce(self, **arguments: Any) -> None:
-        self._launch("all_reduce", arguments)
+    def all_reduce(self, caller: int, joins: bool, *given: Any) -> bool:
+        named = _named(given, "num_sms header num_match numbers out count dtype")
+        return self._launch("all_reduce", caller, joins, named)
 
-    def header_only(self, **arguments: Any) -> None:
-        self._launch("header_only", arguments)
+    def header_only(self, caller: int, joins: bool, *given: Any) -> bool:
+        return self._launch("header_only", caller, joins, _named(given, "header num_match question"))
 
-    def done_only(self, **arguments: Any) -> None:
-        self._keep("done_only", arguments)
+    def done_only(self, caller: int, joins: bool, *given: Any) -> bool:
+        return self._keep("done_only", caller, joins, _named(given, "header"))
 
-    def drain(self, **arguments: Any) -> None:
-        self._keep("drain", arguments)
+    def drain(self, header: bytes) -> None:
+        self.launches.append(Launch("drain", {"header": header, "stream": self.stream}))
 
-    def _keep(self, name: str, arguments: dict[str, Any]) -> None:
-        self.launches.append(Launch(name, arguments))
+    def _along(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call along a route, with what the route says and the header that csrc makes of both."""
+        route = dict(vars(named["route"]))
+        words = list(struct.unpack("32q", route.pop("header")))
+        words[OPERATION_WORD], words[HIDDEN_WORD] = named["operation"], named["hidden"]
+        words[DTYPE_WORD], words[WEIGHTS_DTYPE_WORD] = named["dtype_number"], named.get("weights_dtype", -1)
+        words[EXACT_WORD], words[NEED_WORD] = named.get("exact", False), named["need_bytes"]
+        words[FIRST_OFFSET_WORD : FIRST_OFFSET_WORD + 2] = [named.get(f"{n}_offset", 0) for n in ("first", "second")]
+        words[PLACES_WORD : PLACES_WORD + len(named["places"])] = named["places"]
+        made = {
+            "header": struct.pack("32q", *words),
+            "is_registered": bool(named["places"]),
+            "use_tma": self.bulk_copies,
+        }
+        return route | made | named
 
-    def _launch(self, name: str, arguments: dict[str, Any]) -> None:
+    def _keep(self, name: str, caller: int, joins: bool, named: dict[str, Any]) -> bool:
+        """A kernel on the stream of the exchange, between what the caller's has been given and what it will be."""
+        own, callers = self.node.streams[self.stream], self.node.streams[caller]
+        own.past.append(callers)
+        words = list(struct.unpack("32q", named["header"]))
+        if words[STATUS_WORD] == 0 and words[NEED_WORD] > self.slot_bytes:
+            words[STATUS_WORD] = DOES_NOT_FIT
+        named = named | {"header": struct.pack("32q", *words), "stream": self.stream}
+        self.launches.append(Launch(name, named))
+        if joins:
+            callers.past.append(own)
+        return self.node.is_capturing
+
+    def _launch(self, name: str, caller: int, joins: bool, named: dict[str, Any]) -> bool:
         """A kernel that opens a call: its header goes to everybody."""
-        self._keep(name, arguments)
-        self._asked, self._num_match = (self.generation, self.epoch), arguments["num_match"]
+        is_captured = self._keep(name, caller, joins, named)
+        self._asked, self._num_match = (self.generation, self.epoch), named["num_match"]
         self.epoch += 1
         with self.node.change:
-            self.node.headers[self._asked][self.rank] = arguments["header"]
+            self.node.headers[self._asked][self.rank] = self.launches[-1].arguments["header"]
             self.node.change.notify_all()
+        return is_captured
+
+
+def _named(given: Sequence[Any], names: str) -> dict[str, Any]:
+    return dict(zip(names.split(), given, strict=True))
 
 
 def packed(words: Sequence[int]) -> bytes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from moe_ep.backends.base import DispatchRequest
-from moe_ep.backends.header import ERRORS, OPERATIONS, Header, disagreement
+from moe_ep.backends.header import ERRORS, OPERATIONS, disagreement
+from moe_ep.backends.node_header import GOES_ON_WORD, STATUS_WORD, Words, header_of, unpack
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.backends.plan import bad_id_sentence
 from moe_ep.errors import ConfigError, EPTimeoutError
@@ -19,8 +20,6 @@ _PHASES = (
     "finish its own part",
     "go on: it gave the call up",
 )
-_HEADER = struct.Struct("32q")
-_STATUS_WORD = 28
 _TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
 
 
@@ -33,8 +32,12 @@ class DeviceFaults:
         self._dead: str | None = None
         self._seen: list[tuple[str, list[int]]] = []  # of earlier calls, met while a later one was answered
 
-    def raise_if_dead(self, operation: str) -> None:
+    @property
+    def is_dead(self) -> bool:
         """After a time limit nothing is started any more."""
+        return self._dead is not None
+
+    def raise_if_dead(self, operation: str) -> None:
         if self._dead is not None:
             raise EPTimeoutError(f"{operation} was not started: {self._dead}")
 
@@ -46,10 +49,10 @@ class DeviceFaults:
         self._dead = None
         self._seen.clear()
 
-    def await_answer(self, operation: str, question: int, limit_secs: float, stream: int) -> int:
+    def await_answer(self, operation: str, question: int, limit_secs: float) -> int:
         """The verdict of a call whose host waits; raises where a limit passed."""
         slice_secs, waited_secs = 0.5, 0.0  # in slices, so that an interrupt is seen
-        while not self._exchange.wait_answer(question, slice_secs, stream):
+        while not self._exchange.wait_answer(question, slice_secs):
             waited_secs += slice_secs
             if waited_secs > limit_secs:
                 self._die(
@@ -62,26 +65,43 @@ class DeviceFaults:
         return verdict
 
     def verdict(
-        self, operation: str, question: int, limit_secs: float, stream: int, request: DispatchRequest | None
+        self,
+        operation: str,
+        question: int,
+        limit_secs: float,
+        request: DispatchRequest | None,
+        join_rows: Callable[[Exception], None],
     ) -> int:
-        """GO or GROW; raises what any other verdict means."""
-        verdict = self.await_answer(operation, question, limit_secs, stream)
-        if verdict in (GO, GROW):
+        """GO or GROW; raises what any other verdict means.
+
+        `join_rows` is called with the error first where some rank did not wait, and has begun to move the rows.
+        """
+        verdict = self.await_answer(operation, question, limit_secs)
+        if verdict == GO:
+            return verdict
+        headers = self._headers()
+        if verdict == GROW and not _some_go_on(headers):
             return verdict
         _, epoch, _, _, bad_slot, bad_id, _, _ = self._exchange.answer()
         self._take_quietly()
-        own = None if request is None else self._own_refusal(request, bad_slot, bad_id)
+        own = None if request is None else self._own_refusal(headers, request, bad_slot, bad_id)
         if own is not None:
             self.leave_reason(str(own))
-        raise self._error(operation, verdict, epoch, own) from own
+        error = self._error(operation, verdict, epoch, headers, own)
+        if _some_go_on(headers):
+            join_rows(error)
+        raise error from own
 
-    def refused(self, operation: str, error: Exception) -> NoReturn:
+    def refused(self, operation: str, error: Exception, join_rows: Callable[[Exception], None]) -> NoReturn:
         """Raises this rank's own refusal, which the device has answered, as the other ranks raise it."""
-        epoch = self._exchange.answer()[1]
+        headers, epoch = self._headers(), self._exchange.answer()[1]
         self.leave_reason(str(error))
         if len(self._memory.ranks) == 1:
             raise error
-        raise self._error(operation, REFUSE, epoch, error) from error
+        as_others = self._error(operation, REFUSE, epoch, headers, error)
+        if _some_go_on(headers):
+            join_rows(as_others)
+        raise as_others from error
 
     def leave_reason(self, text: str) -> None:
         """Tells the others why this rank refused the call that was answered last."""
@@ -103,7 +123,7 @@ class DeviceFaults:
             if name == "timeout":
                 self._raise_timeout(OPERATIONS[values[5]] if 0 <= values[5] < len(OPERATIONS) else "a call")
             elif name == "refused":
-                sentences.append(str(self._error("a call", values[0], values[1])))
+                sentences.append(str(self._error("a call", values[0], values[1], self._headers())))
             elif name == "overflow":
                 sentences.append(
                     f"dispatch received {values[0]} rows on EP rank {self._memory.rank}, max_rows is {values[1]}; its "
@@ -118,30 +138,40 @@ class DeviceFaults:
     def _own(self) -> int:
         return self._memory.ranks[self._memory.rank]
 
-    def _own_refusal(self, request: DispatchRequest, bad_slot: int, bad_id: int) -> Exception | None:
-        if self._headers()[self._memory.rank][_STATUS_WORD] != ERRORS.index(ValueError) or bad_slot < 0:
+    def _own_refusal(
+        self, headers: Sequence[Words], request: DispatchRequest, bad_slot: int, bad_id: int
+    ) -> Exception | None:
+        if headers[self._memory.rank][STATUS_WORD] != ERRORS.index(ValueError) or bad_slot < 0:
             return None
         place = divmod(bad_slot, request.topk_idx.shape[1])
         return ValueError(bad_id_sentence(*place, bad_id, request.placement.num_experts))
 
-    def _headers(self) -> list[tuple[int, ...]]:
-        raw = self._exchange.headers(len(self._memory.ranks))
-        return [_HEADER.unpack_from(raw, rank * _HEADER.size) for rank in range(len(self._memory.ranks))]
+    def _headers(self) -> list[Words]:
+        return unpack(self._exchange.headers(len(self._memory.ranks)), len(self._memory.ranks))
 
-    def _error(self, operation: str, verdict: int, epoch: int, own: Exception | None = None) -> Exception:
+    def _error(
+        self, operation: str, verdict: int, epoch: int, words: Sequence[Words], own: Exception | None = None
+    ) -> Exception:
         """`own`: why this rank refused the call, if it did."""
-        words = self._headers()
-        headers = [Header.of_words(row, row[_STATUS_WORD]) for row in words]
-        operation = OPERATIONS[headers[self._memory.rank].operation] if operation == "a call" else operation
-        if verdict == DISAGREE:
-            return ConfigError(f"{operation}: {disagreement(headers)}")
+        headers = [header_of(row) for row in words]
+        own_operation = headers[self._memory.rank].operation
+        if operation == "a call" and 0 <= own_operation < len(OPERATIONS):
+            operation = OPERATIONS[own_operation]
+        sentence = disagreement(headers) if verdict == DISAGREE else None
+        if sentence is not None:
+            return ConfigError(f"{operation}: {sentence}")
         if verdict == GROW:
             return RuntimeError(
                 f"{operation} needs more memory than the buffer's {self._exchange.slot_bytes} bytes a slot on some "
                 "rank, and a call without a host wait cannot grow it; its outputs are NaN. Run it once without "
                 "max_rows, or give Buffer a larger num_nvl_bytes."
             )
-        rank = next(rank for rank, header in enumerate(headers) if 0 < header.status < len(ERRORS))
+        rank = next((rank for rank, header in enumerate(headers) if 0 < header.status < len(ERRORS)), None)
+        if rank is None:  # another call that was refused has written over the record
+            return RuntimeError(
+                f"{operation} was refused, and calls behind it were too before this rank looked: see the logs of all "
+                "ranks."
+            )
         kind = ERRORS[headers[rank].status] or RuntimeError
         if own is not None and rank == self._memory.rank:
             return kind(f"EP rank {rank} refused {operation}: {own}")
@@ -171,3 +201,8 @@ class DeviceFaults:
     def _die(self, sentence: str) -> NoReturn:
         self.stop(sentence)
         raise EPTimeoutError(sentence)
+
+
+def _some_go_on(headers: Sequence[Words]) -> bool:
+    """Whether some rank's host did not wait for the verdict."""
+    return any(words[GOES_ON_WORD] for words in headers)

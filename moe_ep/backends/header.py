@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ DTYPES = (
     torch.uint8,
     torch.int8,
 )
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """What stands for `dtype`: its place in `DTYPES`, or a number made of its size."""
+    return DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES) + dtype.itemsize
+
 
 # Status of a rank: fine, or the class of the error that it raises.
 ERRORS: tuple[type[Exception] | None, ...] = (None, ValueError, TypeError, ConfigError, RuntimeError)
@@ -68,9 +75,10 @@ class Header:
     num_tokens: int = 0
     row_counts: tuple[int, ...] = ()  # compact rows that follow, for each rank
 
-    def match_words(self) -> list[int]:
+    def match_words(self) -> tuple[int, ...]:
         """The fields that must be alike on all ranks, the operation first."""
-        return [int(getattr(self, name)) for name in _MATCH_WORDS]
+        words: tuple[int, ...] = _match_words_of(self)
+        return words
 
     @staticmethod
     def of_words(words: Sequence[int], status: int) -> Header:
@@ -95,6 +103,8 @@ class Header:
 _NUMBERS = tuple(field.name for field in fields(Header) if field.name != "row_counts")
 _MUST_MATCH = _NUMBERS[: _NUMBERS.index("placement") + 1]
 _MATCH_WORDS = ("operation", *(name for name in _MUST_MATCH if name not in ("operation", "generation")))
+NUM_MATCH_WORDS = len(_MATCH_WORDS)
+_match_words_of = attrgetter(*_MATCH_WORDS)
 _MEANING = {
     "protocol": "the protocol version",
     "generation": "the generation (how often reset() ran)",

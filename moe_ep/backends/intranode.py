@@ -11,21 +11,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.device_faults import GO
-from moe_ep.backends.header import DTYPES, OK, OPERATIONS, Header, status_of
-from moe_ep.backends.kernel_view import kernel_view
-from moe_ep.backends.node_calls import DOES_NOT_FIT, NodeCalls
-from moe_ep.backends.node_rows import POISON, aligned, native_rows, round_up
-from moe_ep.backends.plan_tensors import PlanTensors
+from moe_ep.backends.header import DTYPES, NUM_MATCH_WORDS, OK, OPERATIONS, Header, dtype_number, status_of
+from moe_ep.backends.node_calls import NodeCalls
+from moe_ep.backends.node_header import pack
+from moe_ep.backends.node_route import Route, route_of
+from moe_ep.backends.node_rows import aligned, kind_of, native_rows, round_up
+from moe_ep.backends.plan_tensors import Known, PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement, fingerprint_of
+
+_NUMBER_OF = {operation: number for number, operation in enumerate(OPERATIONS)}
+_COMBINE = _NUMBER_OF["combine"]
 
 
 class IntranodeBackend(NodeCalls):
@@ -40,87 +43,51 @@ class IntranodeBackend(NodeCalls):
 
     name = "intranode"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0) -> None:
-        super().__init__(group, timeout_secs, num_bytes)
-        self._uses_tma = self._kernels.has_bulk_copies()
-
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         self._check_device("dispatch", request.x)
-        waits = request.max_rows is None
-        if waits:
+        self._check_experts(request.placement)
+        if request.max_rows is None:
             self._must_not_capture("dispatch")
-        header = Header(
-            operation=OPERATIONS.index("dispatch"),
-            hidden=request.x.shape[1],
-            num_topk=request.topk_idx.shape[1],
-            num_experts=request.placement.num_experts,
-            dtype=DTYPES.index(request.x.dtype),
-            weights_dtype=-1 if request.topk_weights is None else DTYPES.index(request.topk_weights.dtype),
-            layout=LAYOUTS.index(request.layout),
-            alignment=request.alignment,
-            placement=request.placement.fingerprint,
-            grad_enabled=request.grad_enabled,
-            x_needs_grad=request.x_needs_grad,
-            weights_need_grad=request.weights_need_grad,
-            num_tokens=request.topk_idx.shape[0],
-        )
         tensors = PlanTensors(self._kernels, request, self.ranks, self.rank)
-        need_bytes = tensors.published_bytes
+        header = _plan_header(request, tensors.published_bytes)
+        if request.max_rows is None:
+            return self._plan_with_counts(request, tensors, header)
+        tensors.allocate(request.max_rows, None)  # before the streams part: PyTorch may fill what is empty (case T01)
+        self._num_calls += 1
+        self._count(tensors, header, 0)
+        self._fill(tensors, header)
+        # No rank knows the number of the call; ranks that make the same calls count them alike.
+        uid = fingerprint_of(self._memory.name, self._memory.generation, "call", self._num_calls)
+        return tensors.plan(tensors.handle(request, uid, joins=request.grad_enabled))
+
+    def _plan_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> DispatchPlan:
         while True:
-            status = OK if need_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
-            packed, num_match = self._pack(header, status, need_bytes)
-            question = next(self._questions) if waits else 0
-            if not waits:  # before the streams part: PyTorch may fill what is empty (case T01)
-                tensors.allocate(request.max_rows, None)
-            with self._launching("dispatch", tensors) as stream:
-                self._exchange.plan_count(
-                    input=tensors.native,
-                    header=packed,
-                    num_match=num_match,
-                    question=question,
-                    num_sms=self.num_sms,
-                    stream=stream,
-                )
-                if not waits:
-                    self._fill(tensors, packed, num_match, stream)
-            if not waits:
-                return tensors.plan(self._handle(request, tensors, None))
-            verdict = self._ask("dispatch", question, request)
-            if verdict == GO:
+            self._num_calls += 1
+            question = next(self._questions)
+            self._count(tensors, header, question)
+            tensors.allocate_ahead()
+            if self._ask("dispatch", question, request) == GO:
                 break
             self._grow()
-        known = tensors.read(self._exchange)
+        known: Known = tensors.read(self._exchange)
         try:
             tensors.allocate(known.num_rows, known)
-            with self._launching("dispatch", tensors) as stream:
-                self._fill(tensors, packed, num_match, stream)
+            self._fill(tensors, header)
         except Exception:  # the peers wait for the end of a call that they hold for made
-            with self._launching("dispatch") as stream:
-                self._exchange.done_only(header=packed, stream=stream)
+            self._launch("dispatch", (), self._exchange.done_only, header)
             raise
-        handle = self._handle(request, tensors, known)
-        self._make_room(handle, request.x.shape[1] * request.x.element_size())
-        return tensors.plan(handle)
+        uid = fingerprint_of(self._memory.name, self._memory.generation, "epoch", known.epoch)
+        return tensors.plan(tensors.handle(request, uid, joins=False))
 
-    def _fill(self, tensors: PlanTensors, packed: bytes, num_match: int, stream: int) -> None:
-        self._exchange.plan_fill(
-            input=tensors.native,
-            header=packed,
-            num_match=num_match,
-            num_sms=self.num_sms,
-            stream=stream,
-            **tensors.fill_arguments(),
-        )
+    def _count(self, tensors: PlanTensors, header: bytes, question: int) -> None:
+        launch = self._exchange.plan_count
+        self._launch("dispatch", (tensors,), launch, self.num_sms, tensors.native, header, NUM_MATCH_WORDS, question)
 
-    def _handle(self, request: DispatchRequest, tensors: PlanTensors, known: object) -> DispatchHandle:
-        return tensors.handle(
-            request,
-            # Ranks that make the same calls count them alike; a routing need not be read to be told from another.
-            uid=fingerprint_of(self._memory.name, self._memory.generation, self._num_calls),
-            joins=request.grad_enabled and known is None,
-        )
+    def _fill(self, tensors: PlanTensors, header: bytes) -> None:
+        launch, outputs = self._exchange.plan_fill, tensors.fill_arguments()
+        self._launch("dispatch", (tensors,), launch, self.num_sms, tensors.native, header, NUM_MATCH_WORDS, *outputs)
 
     def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
         """No exchange: the header travels with the rows."""
@@ -153,44 +120,47 @@ class IntranodeBackend(NodeCalls):
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rows along the handle, with their scales; or times `weights`, with the weights' gradient for `made_rows`."""
-        handle = self._view(handle)
+        route = route_of(handle, self._kernels)
         given = x.shape[1]
         x = aligned(x)
-        kinds = [x] if scales is None else [x, aligned(scales)]
-        row_bytes = sum(rows.shape[1] * rows.element_size() for rows in kinds)
-        own_bytes = x.shape[0] * row_bytes
-        self._make_room(handle, row_bytes)
-        places = () if weights is not None else self._memory.places_of(kinds)
-        packed, num_match = self._header(operation, handle, given, x.dtype, None, False, own_bytes, places=places)
-        outs = [rows.new_empty(handle.num_rows, rows.shape[1]) for rows in kinds]
-        grad_weights = None if made_rows is None or weights is None else torch.empty_like(weights)
-        kept = (*kinds, *outs, made_rows, weights, grad_weights, *_tensors_of(handle))
-        with self._launching(operation, *kept) as stream:
-            self._exchange.move(
-                header=packed,
-                num_match=num_match,
-                rows=[
-                    native_rows(rows, out, kind == 1) for kind, (rows, out) in enumerate(zip(kinds, outs, strict=True))
-                ],
-                num_tokens=x.shape[0],
-                recv_token=handle.recv_token.data_ptr(),
-                pair_row=handle.pair_row.data_ptr(),
-                num_topk=handle.num_topk,
-                num_local=self._num_local(handle),
-                expert_major=handle.layout == "expert_major",
-                geometry=handle.geometry.data_ptr(),
-                num_rows=handle.num_rows,
-                is_registered=bool(places),
-                use_tma=self._uses_tma,
-                dtype=dtype_name(x.dtype),
-                weights=address(weights),
-                made_rows=address(made_rows),
-                grad_weights=address(grad_weights),
-                num_sms=self.num_sms,
-                stream=stream,
-            )
-        rows = outs[0] if given == x.shape[1] else outs[0][:, :given]
-        return rows, None if scales is None else outs[1][:, : scales.shape[1]], grad_weights
+        out = x.new_empty(route.num_rows, x.shape[1])
+        rows = [native_rows(x, out, False)]
+        row_bytes = rows[0][2]
+        kinds: tuple[Tensor, ...] = (x,)
+        out_scales = grad_weights = None
+        if scales is not None:
+            all_scales = aligned(scales)
+            out_scales = all_scales.new_empty(route.num_rows, all_scales.shape[1])
+            rows.append(native_rows(all_scales, out_scales, True))
+            row_bytes += rows[1][2]
+            kinds = (x, all_scales)
+        self._make_room(handle, row_bytes, route.most_staged * row_bytes)
+        kind = kind_of(x.dtype)
+        if made_rows is not None and weights is not None:
+            grad_weights = torch.empty_like(weights)
+        self._num_calls += 1
+        self._launch(
+            operation,
+            (kinds, out, out_scales, made_rows, weights, grad_weights, route),
+            self._exchange.move,
+            self.num_sms,
+            route.native,
+            _NUMBER_OF[operation],
+            given,
+            kind.number,
+            x.shape[0] * row_bytes,
+            () if weights is not None else self._memory.places_of(kinds),
+            rows,
+            kind.name,
+            address(weights),
+            address(made_rows),
+            address(grad_weights),
+        )
+        if given != out.shape[1]:
+            out = out[:, :given]
+        if scales is not None and out_scales is not None:
+            out_scales = out_scales[:, : scales.shape[1]]
+        return out, out_scales, grad_weights
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
@@ -230,57 +200,45 @@ class IntranodeBackend(NodeCalls):
         exact: bool,
         bias: Sequence[Tensor],
     ) -> Tensor:
-        handle = self._view(handle)
+        route = route_of(handle, self._kernels)
         given = rows.shape[1]
         rows = aligned(rows).contiguous()
         bias = tuple(aligned(tensor).contiguous() for tensor in bias)
-        given_weights = weights
+        weights_number = -1 if weights is None else dtype_number(weights.dtype)
         weights = _as_factors(weights, rows.dtype)
-        row_bytes = rows.shape[1] * rows.element_size()
-        num_compact = handle.num_compact_rows if handle.is_known else handle.recv_token.shape[0]
-        offsets = (0, 0)
+        row_bytes = _row_bytes(rows)
+        most_bytes, own_bytes, offsets = route.most_staged * row_bytes, route.num_for_peers * row_bytes, (0, 0)
         if exact:
-            pair_bytes = round_up(num_compact * handle.num_topk * 4)
-            first = round_up(handle.num_rows * row_bytes)
-            offsets = (first, first + pair_bytes)
-            own_bytes = first + pair_bytes + handle.num_rows * 8
-        else:
-            own_bytes = self._combine_bytes(handle, row_bytes, self.rank)
-        self._make_room(handle, row_bytes, exact=exact)
-        places = self._memory.places_of([rows]) if handle.layout == "compact" else ()
-        packed, num_match = self._header(
-            operation, handle, given, rows.dtype, given_weights, exact, own_bytes, offsets, places
+            most_bytes = max(most_bytes, route.most_exact * (row_bytes + 12) + 1024)
+            own_bytes, offsets = _exact_parts(route, row_bytes)
+        self._make_room(handle, row_bytes, most_bytes)
+        y = rows.new_empty(route.num_tokens, rows.shape[1])
+        kind = kind_of(rows.dtype)
+        self._num_calls += 1
+        self._launch(
+            operation,
+            (rows, weights, y, bias, route),
+            self._exchange.combine,
+            self.num_sms,
+            route.native,
+            _NUMBER_OF[operation],
+            given,
+            kind.number,
+            own_bytes,
+            self._memory.places_of((rows,)) if route.is_compact else (),
+            rows.data_ptr(),
+            row_bytes,
+            y.data_ptr(),
+            kind.poison,
+            kind.name,
+            address(bias[0] if bias else None),
+            address(bias[1] if len(bias) > 1 else None),
+            address(weights),
+            weights is not None,
+            weights_number,
+            exact,
+            *offsets,
         )
-        y = rows.new_empty(handle.num_tokens, rows.shape[1])
-        with self._launching(operation, rows, weights, y, *bias, *_tensors_of(handle)) as stream:
-            self._exchange.combine(
-                header=packed,
-                num_match=num_match,
-                rows=rows.data_ptr(),
-                num_rows=handle.num_rows,
-                weights=address(weights),
-                bias_0=address(bias[0] if bias else None),
-                bias_1=address(bias[1] if len(bias) > 1 else None),
-                num_tokens=handle.num_tokens,
-                row_bytes=row_bytes,
-                pair_row=handle.pair_row.data_ptr(),
-                token_row=handle.token_row.data_ptr(),
-                slot_rank=handle.slot_rank.data_ptr(),
-                num_topk=handle.num_topk,
-                num_local=self._num_local(handle),
-                expert_major=handle.layout == "expert_major",
-                num_compact_rows=num_compact,
-                geometry=handle.geometry.data_ptr(),
-                y=y.data_ptr(),
-                poison=POISON[rows.dtype],
-                exact=exact,
-                is_weighted=weights is not None,
-                is_registered=bool(places),
-                use_tma=self._uses_tma,
-                dtype=dtype_name(rows.dtype),
-                num_sms=self.num_sms,
-                stream=stream,
-            )
         return y[:, :given] if given != y.shape[1] else y
 
     def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
@@ -288,32 +246,30 @@ class IntranodeBackend(NodeCalls):
 
     def _numbers_home(self, operation: str, handle: DispatchHandle, numbers: Tensor, sums: bool) -> Tensor:
         """[S, K] or [R] numbers -> [T, K]."""
-        handle = self._view(handle)
+        route = route_of(handle, self._kernels)
         numbers = numbers.contiguous()
-        expert_major = handle.layout == "expert_major"
-        num_compact = handle.pair_row.shape[0] if expert_major else numbers.shape[0]
-        own_bytes = num_compact * handle.num_topk * numbers.element_size()
-        self._make_room(handle, handle.num_topk * numbers.element_size(), with_own=True)
-        packed, num_match = self._header(operation, handle, handle.num_topk, numbers.dtype, None, False, own_bytes)
-        out = numbers.new_empty(handle.num_tokens, handle.num_topk)
-        with self._launching(operation, numbers, out, *_tensors_of(handle)) as stream:
-            self._exchange.numbers_home(
-                header=packed,
-                num_match=num_match,
-                numbers=numbers.data_ptr(),
-                pair_row=handle.pair_row.data_ptr() if expert_major else 0,
-                token_row=handle.token_row.data_ptr(),
-                slot_rank=handle.slot_rank.data_ptr(),
-                num_compact_rows=num_compact,
-                num_tokens=handle.num_tokens,
-                num_topk=handle.num_topk,
-                geometry=handle.geometry.data_ptr(),
-                sums=sums,
-                out=out.data_ptr(),
-                dtype=dtype_name(numbers.dtype),
-                num_sms=self.num_sms,
-                stream=stream,
-            )
+        num_compact = numbers.shape[0] if route.is_compact else route.num_compact
+        row_bytes = route.num_topk * numbers.element_size()
+        most_rows = max(route.most_staged, route.most_compact)  # the own rows lie there too
+        self._make_room(handle, row_bytes, most_rows * row_bytes)
+        out = numbers.new_empty(route.num_tokens, route.num_topk)
+        kind = kind_of(numbers.dtype)
+        self._num_calls += 1
+        self._launch(
+            operation,
+            (numbers, out, route),
+            self._exchange.numbers_home,
+            self.num_sms,
+            route.native,
+            _NUMBER_OF[operation],
+            kind.number,
+            num_compact * row_bytes,
+            numbers.data_ptr(),
+            num_compact,
+            sums,
+            out.data_ptr(),
+            kind.name,
+        )
         return out
 
     def combine_backward(
@@ -327,43 +283,37 @@ class IntranodeBackend(NodeCalls):
     # -- the group --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        numbers = tensor.to(self._device).contiguous()
-        if numbers.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
-            numbers = numbers.to(torch.int64)
+        is_small = tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16)
+        numbers = tensor.to(self._device, torch.int64 if is_small else tensor.dtype).contiguous()
         own_bytes = numbers.numel() * numbers.element_size()
         header = Header(
-            operation=OPERATIONS.index("all_reduce"),
-            hidden=tensor.numel(),
-            dtype=DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else len(DTYPES) + tensor.element_size(),
+            operation=OPERATIONS.index("all_reduce"), hidden=tensor.numel(), dtype=dtype_number(tensor.dtype)
         )
         # All ranks sum tensors of one size, so all need room alike.
         self._grow_together(header, own_bytes)
-        packed, num_match = self._pack(header, OK, own_bytes)
         out = numbers if numbers.data_ptr() == tensor.data_ptr() else torch.empty_like(numbers)
-        with self._launching("all_reduce", numbers, out) as stream:
-            self._exchange.all_reduce(
-                header=packed,
-                num_match=num_match,
-                numbers=numbers.data_ptr(),
-                out=out.data_ptr(),
-                count=numbers.numel(),
-                dtype=dtype_name(numbers.dtype),
-                num_sms=self.num_sms,
-                stream=stream,
-            )
+        self._num_calls += 1
+        self._launch(
+            "all_reduce",
+            (numbers, out),
+            self._exchange.all_reduce,
+            self.num_sms,
+            pack(header, OK, own_bytes),
+            NUM_MATCH_WORDS,
+            numbers.data_ptr(),
+            out.data_ptr(),
+            numbers.numel(),
+            dtype_name(numbers.dtype),
+        )
         return tensor if out.data_ptr() == tensor.data_ptr() else tensor.copy_(out.view(tensor.shape))
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
         # Inside a capture nothing runs that could tell the others; their replays will find this rank missing.
         if isinstance(error, EPTimeoutError) or self._closed or torch.cuda.is_current_stream_capturing():
             raise error
-        header = Header(operation=OPERATIONS.index(operation))
-        packed, num_match = self._pack(header, status_of(error), 0)
-        question = next(self._questions)
-        with self._launching(operation) as stream:
-            self._exchange.header_only(header=packed, num_match=num_match, question=question, stream=stream)
-        self._faults.await_answer(operation, question, self._host_limit_secs, self._stream.cuda_stream)
-        self._faults.refused(operation, error)
+        question = self._send_header(Header(operation=OPERATIONS.index(operation)), status_of(error), 0)
+        self._faults.await_answer(operation, question, self._host_limit_secs)
+        self._faults.refused(operation, error, self._join_rows)
 
     def take_faults(self) -> list[str]:
         return self._faults.take()
@@ -400,80 +350,53 @@ class IntranodeBackend(NodeCalls):
         with torch.cuda.device(self._device):
             return self._memory.empty(shape, dtype)
 
-    # -- along a handle -----------------------------------------------------------------------------------------------
-
-    def _view(self, handle: DispatchHandle) -> DispatchHandle:
-        return kernel_view(handle, self._kernels, self._num_local(handle))
-
-    def _num_local(self, handle: DispatchHandle) -> int:
-        """L, read off the length of the geometry; any number will do where the view has to be made."""
-        if not handle.geometry.numel():
-            return handle.num_experts
-        return (handle.geometry.numel() - self._kernels.geometry_length(len(self.ranks), 0)) // 2
-
-    def _header(
-        self,
-        operation: str,
-        handle: DispatchHandle,
-        hidden: int,
-        dtype: torch.dtype,
-        weights: Tensor | None,
-        exact: bool,
-        own_bytes: int,
-        offsets: tuple[int, int] = (0, 0),
-        places: tuple[int, ...] = (),
-    ) -> tuple[bytes, int]:
-        """The header of a call along a handle, packed."""
-        status = OK if own_bytes <= self._exchange.slot_bytes else DOES_NOT_FIT
-        header = Header(
-            operation=OPERATIONS.index(operation),
-            handle=handle.uid,
-            hidden=hidden,
-            num_topk=handle.num_topk,
-            num_experts=handle.num_experts,
-            dtype=DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES) + dtype.itemsize,
-            weights_dtype=-1 if weights is None else DTYPES.index(weights.dtype),
-            layout=LAYOUTS.index(handle.layout),
-            alignment=handle.alignment,
-            exact=exact,
-            placement=handle.placement,
-        )
-        return self._pack(header, status, own_bytes, offsets, places)
-
-    def _combine_bytes(self, handle: DispatchHandle, row_bytes: int, rank: int) -> int:
-        """What a combine puts into the slot of `rank`: its compact rows, without its own."""
-        if not handle.is_known:
-            return handle.recv_token.shape[0] * row_bytes
-        world = len(self.ranks)
-        return sum(handle.rank_rows[source * world + rank] for source in range(world) if source != rank) * row_bytes
-
-    def _make_room(self, handle: DispatchHandle, row_bytes: int, exact: bool = False, with_own: bool = False) -> None:
-        """Grows the segments where some rank of a call along `handle` needs more: all ranks work out the same need.
-
-        `with_own`: the rows that a rank sends itself lie in its slot too.
-        """
-        if not handle.is_known:
-            return
-        world = len(self.ranks)
-        ranks = range(world)
-        need_bytes = max(self._combine_bytes(handle, row_bytes, rank) for rank in ranks)
-        need_bytes = max(need_bytes, max(handle.rank_tokens) * row_bytes)
-        num_compact = max(sum(handle.rank_rows[rank::world]) for rank in ranks)
-        if with_own:
-            need_bytes = max(need_bytes, num_compact * row_bytes)
-        if exact:  # no rank has more pairs than slots in the tokens it receives
-            num_rows = num_compact * handle.num_topk + handle.num_experts * handle.alignment
-            need_bytes = max(need_bytes, num_rows * (row_bytes + 12) + 1024)
-        if need_bytes > self._exchange.slot_bytes:
-            self._grow_together(
-                Header(operation=OPERATIONS.index("combine"), hidden=row_bytes, handle=handle.uid), need_bytes
+    def _check_experts(self, placement: ExpertPlacement) -> None:
+        """All ranks refuse alike what one of them cannot count."""
+        most, limit = placement.most_local, self._kernels.max_local_experts
+        if most > limit:
+            error = ValueError(
+                f"expert_placement gives a rank {most} experts; the intranode backend counts at most {limit}. Use more "
+                "ranks, or backend='torch'."
             )
+            self.refuse("dispatch", error)
+
+    def _make_room(self, handle: DispatchHandle, row_bytes: int, most_bytes: int) -> None:
+        """Grows the segments where the rank with the most rows needs more: all ranks work out the same need."""
+        if most_bytes > self._exchange.slot_bytes:
+            self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=handle.uid), most_bytes)
+
+
+def _plan_header(request: DispatchRequest, published_bytes: int) -> bytes:
+    weights = request.topk_weights
+    header = Header(
+        operation=_NUMBER_OF["dispatch"],
+        hidden=request.x.shape[1],
+        num_topk=request.topk_idx.shape[1],
+        num_experts=request.placement.num_experts,
+        dtype=DTYPES.index(request.x.dtype),
+        weights_dtype=-1 if weights is None else DTYPES.index(weights.dtype),
+        layout=LAYOUTS.index(request.layout),
+        alignment=request.alignment,
+        placement=request.placement.fingerprint,
+        grad_enabled=request.grad_enabled,
+        x_needs_grad=request.x_needs_grad,
+        weights_need_grad=request.weights_need_grad,
+        num_tokens=request.topk_idx.shape[0],
+    )
+    return pack(header, OK, published_bytes, goes_on=request.max_rows is not None)
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
+
+
+def _exact_parts(route: Route, row_bytes: int) -> tuple[int, tuple[int, int]]:
+    """Bytes that an exact combine puts into the slot, and where the places of the pairs and the weights begin in it."""
+    pairs_at = round_up(route.num_rows * row_bytes)
+    weights_at = pairs_at + round_up(route.num_compact * route.num_topk * 4)
+    return weights_at + route.num_rows * 8, (pairs_at, weights_at)
 
 
 def _as_factors(weights: Tensor | None, rows_dtype: torch.dtype) -> Tensor | None:
     """[R] weights in the dtype of the sums, which the kernels multiply in."""
     return None if weights is None else weights.to(accumulation_dtype(rows_dtype)).contiguous()
-
-
-def _tensors_of(handle: DispatchHandle) -> tuple[Tensor, ...]:
-    return handle.recv_token, handle.pair_row, handle.token_row, handle.slot_rank, handle.geometry

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,18 @@ import torch.distributed as dist
 from moe_ep._native import require
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.device_faults import GROW, DeviceFaults
-from moe_ep.backends.header import OK, OPERATIONS, Header
+from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header, status_of
+from moe_ep.backends.node_header import NEED_WORD, pack
 from moe_ep.backends.node_memory import NodeMemory
+from moe_ep.errors import EPTimeoutError
 
 START_BYTES = 16 << 20  # of a slot, where the caller asks for less
-DOES_NOT_FIT = 100  # status of a rank; csrc/exchange.h
-_PLACES_WORD = 20  # of a header: block of rows that peers read in place, offset and stride of each kind
-NEED_WORD = 25  # of a header: bytes that this rank puts into its slot
 _HOST_SLACK_SECS = 30.0  # over the device's own limit, for kernels that queue before ours
+_P = ParamSpec("_P")
 
 
 class NodeCalls:
-    """One rank's memory, stream and faults; launches go through `_launching`.
+    """One rank's memory, stream and faults; launches go through `_launch`.
 
     Args:
         group: the EP group, or None for a single rank.
@@ -33,9 +33,10 @@ class NodeCalls:
         num_bytes: what the two slots of the segment hold at first, together.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0) -> None:
         self._kernels = require()
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device_idx = torch.cuda.current_device()
+        self._device = torch.device("cuda", self._device_idx)
         self._memory = NodeMemory(group, timeout_secs, max(START_BYTES, num_bytes // 2))
         self.ranks, self.rank = self._memory.ranks, self._memory.rank
         self.num_sms = 20
@@ -43,7 +44,7 @@ class NodeCalls:
         self._exchange = self._memory.exchange
         self._faults = DeviceFaults(self._memory)
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        self._before, self._after = _event(), _event()
+        self._exchange.launch_on(stream=self._stream.cuda_stream, bulk_copies=self._kernels.has_bulk_copies())
         self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
         self._kept_for_graphs: list[tuple[object, ...]] = []
         self._is_in_graph = False  # some CUDA graph holds addresses of the segments
@@ -61,7 +62,7 @@ class NodeCalls:
             return
         self._closed = True
         # Peers may still read what this rank published last.
-        self._exchange.drain(header=self._pack(Header(), OK, 0)[0], stream=self._stream.cuda_stream)
+        self._exchange.drain(pack(Header()))
         self._synchronize()
         self._kept.clear()
         self._kept_for_graphs.clear()
@@ -77,31 +78,6 @@ class NodeCalls:
     @property
     def _host_limit_secs(self) -> float:
         return self._memory.timeout_secs + _HOST_SLACK_SECS
-
-    def _pack(
-        self,
-        header: Header,
-        status: int,
-        need_bytes: int,
-        offsets: tuple[int, int] = (0, 0),
-        places: tuple[int, ...] = (),
-    ) -> tuple[bytes, int]:
-        """The header of a call, and how many of its words must be alike on all ranks. Once a call.
-
-        Args:
-            header: of the call.
-            status: OK, the number of an error class, or DOES_NOT_FIT.
-            need_bytes: what this rank puts into its slot.
-            offsets: of parts of the slot, for the exact combine.
-            places: where rows lie that peers read in place (`NodeMemory.places_of`).
-        """
-        self._num_calls += 1
-        words = header.match_words()
-        num_match = len(words)
-        words += [0] * (_PLACES_WORD - num_match)
-        words += [*places, *[0] * (NEED_WORD - _PLACES_WORD - len(places))]
-        words += [need_bytes, *offsets, status, header.x_needs_grad, header.weights_need_grad, header.num_tokens]
-        return struct.pack("32q", *words), num_match
 
     def _must_not_capture(self, operation: str) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -119,12 +95,8 @@ class NodeCalls:
                 "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
                 f"num_nvl_bytes of at least {2 * need_bytes}."
             )
-        packed, num_match = self._pack(header, DOES_NOT_FIT, need_bytes)
-        question = next(self._questions)
-        operation = OPERATIONS[header.operation]
-        with self._launching(operation) as stream:
-            self._exchange.header_only(header=packed, num_match=num_match, question=question, stream=stream)
-        if self._ask(operation, question, None) == GROW:
+        question = self._send_header(header, OK, need_bytes)
+        if self._ask(OPERATIONS[header.operation], question, None) == GROW:
             self._grow()
 
     def _grow(self) -> None:
@@ -143,31 +115,58 @@ class NodeCalls:
             self._faults.stop(f"{error} Buffer.reset() on every rank makes the buffer usable again.")
             raise
 
+    def _send_header(self, header: Header, status: int, need_bytes: int) -> int:
+        """A call without a payload, and the number of its question."""
+        self._num_calls += 1
+        question = next(self._questions)
+        packed = pack(header, status, need_bytes)
+        operation = OPERATIONS[header.operation]
+        self._launch(operation, (), self._exchange.header_only, packed, NUM_MATCH_WORDS, question)
+        return question
+
     def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> int:
         """Waits for the verdict of a call; GO or GROW, everything else raises."""
-        return self._faults.verdict(operation, question, self._host_limit_secs, self._stream.cuda_stream, request)
+        return self._faults.verdict(operation, question, self._host_limit_secs, request, self._join_rows)
 
-    @contextmanager
-    def _launching(self, operation: str, *tensors: object) -> Iterator[int]:
-        """Orders the buffer's stream behind the current one, and the current one behind it unless told not to."""
+    def _join_rows(self, error: Exception) -> None:
+        """Refuses the rows of a dispatch that this rank gives up and others, who did not wait, have begun."""
+        question = self._send_header(Header(operation=OPERATIONS.index("cached dispatch")), status_of(error), 0)
+        with suppress(EPTimeoutError):  # what the caller gets is the error
+            self._faults.await_answer("cached dispatch", question, self._host_limit_secs)
+            self._faults.leave_reason(str(error))
+
+    def _launch(
+        self,
+        operation: str,
+        tensors: tuple[object, ...],
+        kernel: Callable[Concatenate[int, bool, _P], bool],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> None:
+        """Starts a kernel behind the caller's stream, and orders that one behind it unless told not to.
+
+        `tensors` are what the kernel reads and writes.
+        """
+        if self._closed or self._faults.is_dead:
+            self._refuse_to_launch(operation)
+        caller = torch._C._cuda_getCurrentRawStream(self._device_idx)
+        if torch.cuda.current_device() == self._device_idx:
+            is_captured = kernel(caller, self.joins_stream, *arguments, **named)
+        else:
+            with torch.cuda.device(self._device_idx):
+                is_captured = kernel(caller, self.joins_stream, *arguments, **named)
+        self._is_in_graph |= is_captured
+        if not self.joins_stream:
+            self._keep(tensors, is_captured)
+
+    def _refuse_to_launch(self, operation: str) -> None:
         if self._closed:
             raise RuntimeError(f"{operation} was not started: the buffer is closed. Close it after the last backward.")
         self._faults.raise_if_dead(operation)
-        self._is_in_graph |= torch.cuda.is_current_stream_capturing()
-        with torch.cuda.device(self._device):  # the caller's may be another one by now
-            current = torch.cuda.current_stream(self._device)
-            self._before.record(current)
-            self._stream.wait_event(self._before)
-            yield self._stream.cuda_stream
-            if self.joins_stream:
-                self._after.record(self._stream)
-                current.wait_event(self._after)
-            else:
-                self._keep(tensors)
 
-    def _keep(self, tensors: tuple[object, ...]) -> None:
+    def _keep(self, tensors: tuple[object, ...], is_captured: bool) -> None:
         """Holds what a call reads and writes until it has ended, since no stream waits for it yet."""
-        if torch.cuda.is_current_stream_capturing():  # an event of a capture cannot be asked; the graph has no end
+        if is_captured:  # an event of a capture cannot be asked; the graph has no end
             self._kept_for_graphs.append(tensors)
             return
         while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from moe_ep.backends.header import dtype_number
 from moe_ep.fp8 import UNIT_SCALE
+from moe_ep.kernel_arguments import dtype_name
 
 # NaN in the dtype, repeated over eight bytes. Bytes are taken for FP8.
 POISON = {
@@ -40,9 +45,29 @@ def aligned(x: Tensor) -> Tensor:
     return x
 
 
+class Kind(NamedTuple):
+    """A dtype of rows as headers and kernels know it.
+
+    Attributes:
+        number: in a header.
+        name: in csrc.
+        poison: what fills rows that are given up.
+        unit: the scale 1, which fills padding of scales.
+    """
+
+    number: int
+    name: str
+    poison: int
+    unit: int
+
+
+@functools.cache
+def kind_of(dtype: torch.dtype) -> Kind:
+    return Kind(dtype_number(dtype), dtype_name(dtype), POISON.get(dtype, _ALL_ONES), _UNIT_PATTERN.get(dtype, 0))
+
+
 def native_rows(rows: Tensor, out: Tensor, is_scales: bool) -> tuple[int, int, int, int, int, int]:
     """`Rows` of csrc/intranode_move.h: rows [T, n] that are sent, [R, n] that come. Padding is 0, in scales 1."""
-    size = rows.element_size()
-    padding = _UNIT_PATTERN[rows.dtype] if is_scales else 0
-    poison = POISON.get(rows.dtype, _ALL_ONES)
-    return rows.data_ptr(), rows.stride(0) * size, rows.shape[1] * size, out.data_ptr(), poison, padding
+    size, kind = rows.element_size(), kind_of(rows.dtype)
+    padding = kind.unit if is_scales else 0
+    return rows.data_ptr(), rows.stride(0) * size, rows.shape[1] * size, out.data_ptr(), kind.poison, padding

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,10 @@ from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.handle import DispatchHandle
 
 
-@dataclass(frozen=True)
-class Known:
-    """Counts that the host has waited for."""
+class Known(NamedTuple):
+    """What the host has waited for: the number of the call, and counts."""
 
+    epoch: int
     num_compact_rows: int
     num_rows: int
     x_needs_grad: bool
@@ -24,6 +25,7 @@ class Known:
     rank_rows: tuple[int, ...]
     recv_pairs: tuple[int, ...]
     expert_counts: list[int]
+    padded_counts: list[int]
 
 
 class PlanTensors:
@@ -32,14 +34,16 @@ class PlanTensors:
     def __init__(self, kernels: ExchangeKernels, request: DispatchRequest, ranks: tuple[int, ...], rank: int) -> None:
         self._request, self._ranks, self._rank = request, ranks, rank
         ids, weights, world = request.topk_idx, request.topk_weights, len(ranks)
-        device, (num_tokens, num_topk) = ids.device, ids.shape
-        self._owner, self._local = request.placement.kernel_tables(device)
+        num_tokens, num_topk = ids.shape
+        self._owner, self._local = request.placement.kernel_tables(ids.device)
         self._num_local = len(request.placement.experts_of(rank))
         columns = self._num_local + world
-        self._chunk_counts = torch.empty(world * kernels.max_chunks * columns, dtype=torch.int32, device=device)
-        self._geometry = torch.empty(kernels.geometry_length(world, self._num_local), dtype=torch.int32, device=device)
-        self._expert_counts = torch.empty(self._num_local, dtype=torch.int32, device=device)
-        self._expert_offsets = torch.empty(self._num_local + 1, dtype=torch.int32, device=device)
+        num_chunks, int32 = world * kernels.max_chunks, torch.int32
+        self._chunk_counts = ids.new_empty(num_chunks, columns, dtype=int32)
+        self._geometry = ids.new_empty(kernels.geometry_length(world, self._num_local), dtype=int32)
+        self._expert_counts = ids.new_empty(self._num_local, dtype=int32)
+        self._expert_offsets = ids.new_empty(self._num_local + 1, dtype=int32)
+        self._token_row: Tensor | None = None
         weight_bytes = 0 if weights is None else weights.element_size()
         self.published_bytes = num_tokens * num_topk * (4 + weight_bytes) + 256
         self.native = kernels.PlanInput(
@@ -68,56 +72,70 @@ class PlanTensors:
 
     def read(self, exchange: NativeExchange) -> Known:
         """The counts of the plan that was answered last."""
-        _, _, num_compact, num_rows, _, _, x_needs_grad, weights_need_grad = exchange.answer()
-        tokens, rows, pairs, experts = exchange.counts(len(self._ranks), self._num_local)
-        return Known(num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), tokens, rows, pairs, experts)
+        _, epoch, num_compact, num_rows, _, _, x_needs_grad, weights_need_grad = exchange.answer()
+        counts = exchange.counts(len(self._ranks), self._num_local, self._request.alignment)
+        return Known(epoch, num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
+
+    def allocate_ahead(self) -> None:
+        """The outputs that no count decides, while the device counts. Where that fails, `allocate` tries again."""
+        with suppress(torch.OutOfMemoryError):
+            self._allocate_by_token()
 
     def allocate(self, num_rows: int | None, known: Known | None) -> None:
         """Outputs for `num_rows` rows; without `known` counts there is room for as many compact rows."""
         assert num_rows is not None
+        if self._token_row is None:
+            self._allocate_by_token()
         request, ids, self._known = self._request, self._request.topk_idx, known
-        (num_tokens, num_topk), world = ids.shape, len(self._ranks)
+        num_topk = ids.shape[1]
         self._num_rows = num_rows
         self._capacity = num_rows if known is None else known.num_compact_rows
-        expert_major = request.layout == "expert_major"
-        shape = (num_rows,) if expert_major else (num_rows, num_topk)
-
-        def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(sizes, dtype=dtype, device=ids.device)
-
-        self._row_idx = empty(*shape, dtype=ids.dtype)
-        weights = request.topk_weights
-        self._row_weights = None if weights is None else empty(*shape, dtype=weights.dtype)
-        self._recv_token = empty(self._capacity, dtype=torch.int32)
-        self._pair_row = empty(self._capacity if expert_major else 0, num_topk, dtype=torch.int32)
-        self._row_pair = empty(num_rows if expert_major else 0, dtype=torch.int64)
-        self._token_row = empty(num_tokens, world, dtype=torch.int32)
-        self._slot_rank = empty(num_tokens, num_topk, dtype=torch.int64)
+        self._recv_token = ids.new_empty(self._capacity, dtype=torch.int32)
         num_sent = 0 if known is None else sum(self._sent(known))
-        self._send_token = empty(num_sent, dtype=torch.int64)
+        self._send_token = ids.new_empty(num_sent, dtype=torch.int64)
+        weights = request.topk_weights
+        if request.layout == "expert_major":
+            self._row_idx = ids.new_empty(num_rows)
+            self._row_weights = None if weights is None else weights.new_empty(num_rows)
+            self._pair_row = ids.new_empty(self._capacity, num_topk, dtype=torch.int32)
+            self._row_pair = ids.new_empty(num_rows, dtype=torch.int64)
+        else:
+            self._row_idx = ids.new_empty(num_rows, num_topk)
+            self._row_weights = None if weights is None else weights.new_empty(num_rows, num_topk)
+
+    def _allocate_by_token(self) -> None:
+        ids = self._request.topk_idx
+        num_tokens, num_topk = ids.shape
+        self._slot_rank = ids.new_empty(num_tokens, num_topk, dtype=torch.int64)
+        if self._request.layout == "compact":
+            self._pair_row = ids.new_empty(0, num_topk, dtype=torch.int32)
+            self._row_pair = ids.new_empty(0, dtype=torch.int64)
+        self._token_row = ids.new_empty(num_tokens, len(self._ranks), dtype=torch.int32)
 
     def _sent(self, known: Known) -> tuple[int, ...]:
         world = len(self._ranks)
         return known.rank_rows[self._rank * world : (self._rank + 1) * world]
 
-    def fill_arguments(self) -> dict[str, int]:
-        """Arguments of plan_fill."""
-        return {
-            "capacity": self._capacity,
-            "num_rows": self._num_rows,
-            "row_idx": self._row_idx.data_ptr(),
-            "row_weights": 0 if self._row_weights is None else self._row_weights.data_ptr(),
-            "recv_token": self._recv_token.data_ptr(),
-            "pair_row": self._pair_row.data_ptr(),
-            "row_pair": self._row_pair.data_ptr(),
-            "token_row": self._token_row.data_ptr(),
-            "slot_rank": self._slot_rank.data_ptr(),
-            "send_token": 0 if self._known is None else self._send_token.data_ptr(),
-        }
+    def fill_arguments(self) -> tuple[int, int, int, int, int, int, int, int, int, int]:
+        """The last arguments of plan_fill."""
+        assert self._token_row is not None
+        return (
+            self._capacity,
+            self._num_rows,
+            self._row_idx.data_ptr(),
+            0 if self._row_weights is None else self._row_weights.data_ptr(),
+            self._recv_token.data_ptr(),
+            self._pair_row.data_ptr(),
+            self._row_pair.data_ptr(),
+            self._token_row.data_ptr(),
+            self._slot_rank.data_ptr(),
+            0 if self._known is None else self._send_token.data_ptr(),
+        )
 
     def handle(self, request: DispatchRequest, uid: int, joins: bool) -> DispatchHandle:
         """The routing; `joins`: all ranks join the backward, because nobody knows what the others want."""
         known, world = self._known, len(self._ranks)
+        assert self._token_row is not None
         unknown = (-1,) * world
         return DispatchHandle(
             ranks=self._ranks,
@@ -151,14 +169,13 @@ class PlanTensors:
         )
 
     def plan(self, handle: DispatchHandle) -> DispatchPlan:
-        counts = None if self._known is None else self._known.expert_counts
-        step = self._request.alignment
+        known = self._known
         return DispatchPlan(
             handle=handle,
             row_idx=self._row_idx,
             row_weights=self._row_weights,
-            tokens_per_expert=None if counts is None else [-(-count // step) * step for count in counts],
-            real_tokens_per_expert=counts,
+            tokens_per_expert=None if known is None else known.padded_counts,
+            real_tokens_per_expert=None if known is None else known.expert_counts,
             expert_counts=self._expert_counts,
             expert_offsets=self._expert_offsets,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.device_faults import DISAGREE, FAILED, GO, GROW, REFUSE, DeviceFaults
 from moe_ep.backends.header import ERRORS, OPERATIONS, Header
-from moe_ep.backends.node_calls import NEED_WORD, NodeCalls
+from moe_ep.backends.node_header import NEED_WORD, pack
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.placement import ExpertPlacement
@@ -38,8 +37,9 @@ class Record:
         self.faults: list[tuple[str, list[int]]] = []
         self.left: dict[tuple[str, int], str] = {}
         self.num_slices = 0  # of waiting, before there is an answer
+        self.joined: list[Exception] = []  # errors with which the rows behind a plan were refused
 
-    def wait_answer(self, question: int, limit_secs: float, stream: int) -> bool:
+    def wait_answer(self, question: int, limit_secs: float) -> bool:
         self.num_slices -= 1
         return self.num_slices < 0
 
@@ -58,6 +58,9 @@ class Record:
         self.faults = [fault for fault in taken if fault[0] == "timeout"]
         return taken
 
+    def join_rows(self, error: Exception) -> None:
+        self.joined.append(error)
+
     def texts(self, name: str, limit_secs: float, rank: int) -> str | None:
         return self.left.get((name, rank))
 
@@ -65,9 +68,8 @@ class Record:
         self.left[name, self.rank] = text
 
 
-def words(header: Header, status: int = 0, need_bytes: int = 0) -> bytes:
-    calls = cast(NodeCalls, SimpleNamespace(_num_calls=0))
-    return NodeCalls._pack(calls, header, status, need_bytes)[0]
+def words(header: Header, status: int = 0, need_bytes: int = 0, goes_on: bool = False) -> bytes:
+    return pack(header, status, need_bytes, goes_on)
 
 
 def header(operation: str, **changes: Any) -> Header:
@@ -84,7 +86,7 @@ def fault(name: str, *values: int) -> tuple[str, list[int]]:
 
 def asked(record: Record, operation: str, request: DispatchRequest | None = None) -> tuple[Any, str]:
     """What a call whose host waits raises."""
-    return caught(lambda: faults_of(record).verdict(operation, 1, PLENTY_SECS, 0, request))
+    return caught(lambda: faults_of(record).verdict(operation, 1, PLENTY_SECS, request, record.join_rows))
 
 
 def dispatch_request(num_topk: int = 2, num_experts: int = 8) -> DispatchRequest:
@@ -167,7 +169,7 @@ def test_a_device_that_other_work_holds_is_reported_after_the_hosts_limit() -> N
     record = Record()
     record.num_slices = 10**6
     faults = faults_of(record)
-    kind, text = caught(lambda: faults.await_answer("dispatch", 1, 2.0, 0))
+    kind, text = caught(lambda: faults.await_answer("dispatch", 1, 2.0))
     assert kind is EPTimeoutError
     assert text == (
         "dispatch on rank 5 has not begun on the device after 2 s: other work holds it. Look for a kernel on this GPU "
@@ -182,7 +184,7 @@ def test_an_answer_within_the_limit_is_taken() -> None:
     record = Record()
     record.num_slices = 3
     record.verdict = GROW
-    assert faults_of(record).verdict("dispatch", 1, 2.0, 0, None) == GROW
+    assert faults_of(record).verdict("dispatch", 1, 2.0, None, record.join_rows) == GROW
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ def test_a_rank_that_refuses_leaves_its_reason_and_raises_like_the_others() -> N
     record.sent[OWN] = words(header("combine"), 1)
     record.faults = [fault("refused", REFUSE, EPOCH)]
     own = ValueError("rows has 3 rows, the handle 4.")
-    assert caught(lambda: faults_of(record).refused("combine", own)) == (
+    assert caught(lambda: faults_of(record).refused("combine", own, record.join_rows)) == (
         ValueError,
         f"EP rank 1 refused combine: {own}",
     )
@@ -238,7 +240,7 @@ def test_a_rank_alone_raises_its_own_error() -> None:
     record.sent = [words(header("dispatch"), 1)]
     own = ValueError("x is too long.")
     with pytest.raises(ValueError, match="x is too long") as raised:
-        faults_of(record).refused("dispatch", own)
+        faults_of(record).refused("dispatch", own, record.join_rows)
     assert raised.value is own
 
 
@@ -348,6 +350,55 @@ def test_a_refusal_and_a_disagreement_name_the_operation_of_this_ranks_header() 
     assert text.startswith("cached dispatch: the ranks of the EP group disagree on the operation: rank 0 has combine,")
 
 
+@pytest.mark.parametrize("verdict", [REFUSE, DISAGREE])
+def test_a_record_that_a_later_call_has_written_over_still_says_that_there_was_a_refusal(verdict: int) -> None:
+    """Its headers are of a call that went well, or of none."""
+    record = Record()
+    record.sent = [words(header("combine")) for _ in range(3)]
+    record.faults = [fault("refused", verdict, EPOCH)]
+    expected = "combine was refused, and calls behind it were too before this rank looked: see the logs of all ranks."
+    assert faults_of(record).take() == [expected]
+    record.sent[1] = pack(Header(operation=99))
+    record.faults = [fault("refused", verdict, EPOCH)]
+    (text,) = faults_of(record).take()
+    assert text.startswith("a call")
+
+
+# -- dispatches that some ranks do not wait for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verdict", [REFUSE, DISAGREE, GROW])
+def test_a_rank_that_raises_refuses_the_rows_that_others_have_begun(verdict: int) -> None:
+    record = Record()
+    record.verdict = verdict
+    record.sent[0] = words(header("dispatch", hidden=3 if verdict == DISAGREE else 0), goes_on=True)
+    record.sent[2] = words(header("dispatch"), {REFUSE: 2, GROW: 100}.get(verdict, 0))
+    kind, text = asked(record, "dispatch")
+    assert [(type(error), str(error)) for error in record.joined] == [(kind, text)]
+    if verdict == GROW:
+        assert "dispatch needs more memory than the buffer's 16777216 bytes a slot on some rank" in text
+
+
+def test_a_rank_that_refuses_by_itself_refuses_the_rows_that_others_have_begun_too() -> None:
+    record = Record()
+    record.sent[0] = words(header("dispatch"), goes_on=True)
+    record.sent[OWN] = words(header("dispatch"), 1)
+    faults = faults_of(record)
+    kind, text = caught(lambda: faults.refused("dispatch", ValueError("too large"), record.join_rows))
+    assert (kind, text) == (ValueError, "EP rank 1 refused dispatch: too large")
+    assert [str(error) for error in record.joined] == [text]
+
+
+def test_where_all_ranks_wait_nobody_joins_anything() -> None:
+    record = Record()
+    record.verdict = GROW
+    assert faults_of(record).verdict("dispatch", 1, PLENTY_SECS, None, record.join_rows) == GROW
+    record.verdict = REFUSE
+    record.sent[2] = words(header("dispatch"), 2)
+    assert asked(record, "dispatch")[0] is TypeError
+    assert record.joined == []
+
+
 OVERFLOW = (
     "dispatch received 40 rows on EP rank 1, max_rows is 32; its outputs are NaN. Give max_rows of at least 40, or "
     "leave it out."
@@ -372,7 +423,7 @@ def test_faults_of_earlier_calls_outlive_a_later_call_that_is_answered(verdict: 
         faults.needs(NEED_WORD)
     else:
         record.sent[2] = words(header("dispatch", hidden=3), verdict == REFUSE)
-        assert caught(lambda: faults.verdict("dispatch", 1, PLENTY_SECS, 0, None))[0] is not None
+        assert caught(lambda: faults.verdict("dispatch", 1, PLENTY_SECS, None, record.join_rows))[0] is not None
     assert faults.take() == [OVERFLOW, BAD_ID]
     assert faults.take() == []
 

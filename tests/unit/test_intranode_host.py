@@ -7,11 +7,11 @@ import torch
 
 from moe_ep.backends.header import DTYPES, OPERATIONS
 from moe_ep.backends.intranode import IntranodeBackend
-from moe_ep.backends.node_calls import NEED_WORD
+from moe_ep.backends.node_header import NEED_WORD, STATUS_WORD
 from moe_ep.backends.node_rows import POISON
 from moe_ep.handle import DispatchHandle, Layout
 from moe_ep.placement import ExpertPlacement
-from tests.fake_exchange import STATUS_WORD, FakeNode, Launch
+from tests.fake_exchange import FakeNode, Launch
 from tests.unit.node_helpers import (
     NUM_COMPACT,
     NUM_EXPERTS,

@@ -10,10 +10,11 @@ import torch
 
 from moe_ep.backends import node_memory
 from moe_ep.backends.intranode import IntranodeBackend
-from moe_ep.backends.node_calls import DOES_NOT_FIT, NEED_WORD, START_BYTES
+from moe_ep.backends.node_calls import START_BYTES
+from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import DispatchHandle
-from tests.fake_exchange import STATUS_WORD, FakeNode
+from tests.fake_exchange import FakeNode
 from tests.scale_experts import caught
 from tests.unit.node_helpers import (
     NUM_TOKENS,

@@ -6,15 +6,11 @@ import re
 import struct
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from moe_ep.backends import node_calls
-from moe_ep.backends.device_faults import _STATUS_WORD
-from moe_ep.backends.header import ERRORS, OK, OPERATIONS, Header, disagreement, status_of
-from moe_ep.backends.node_calls import DOES_NOT_FIT, NEED_WORD, NodeCalls
+from moe_ep.backends.header import ERRORS, NUM_MATCH_WORDS, OK, OPERATIONS, Header, disagreement, status_of
+from moe_ep.backends.node_header import DOES_NOT_FIT, GOES_ON_WORD, NEED_WORD, STATUS_WORD, header_of, pack, unpack
 from moe_ep.errors import ConfigError, EPTimeoutError
 
 CSRC = (Path(__file__).parents[2] / "csrc" / "exchange.h").read_text()
@@ -23,26 +19,32 @@ MATCH = [field.name for field in fields(Header)]
 MATCH = [name for name in MATCH[: MATCH.index("placement") + 1] if name != "generation"]
 
 
+# What csrc/bind_intranode.cpp puts over the words that all calls along a handle share.
+OF_A_CALL = {
+    "operation": "kOperationWord",
+    "hidden": "kHiddenWord",
+    "dtype": "kDtypeWord",
+    "weights_dtype": "kWeightsDtypeWord",
+    "exact": "kExactWord",
+}
+
+
 def constant(name: str) -> int:
     found = re.search(rf"constexpr \w+ {name} = (\d+);", CSRC)
     assert found is not None, f"csrc/exchange.h has no {name}"
     return int(found[1])
 
 
-def pack(
-    header: Header,
-    status: int = OK,
-    need_bytes: int = 0,
-    offsets: tuple[int, int] = (0, 0),
-    places: tuple[int, ...] = (),
-) -> tuple[tuple[int, ...], int]:
-    calls = cast(NodeCalls, SimpleNamespace(_num_calls=0))
-    raw, num_match = NodeCalls._pack(calls, header, status, need_bytes, offsets, places)
-    assert calls._num_calls == 1
-    return struct.unpack("32q", raw), num_match
+OFFSETS = (constant("kFirstOffsetWord"), constant("kSecondOffsetWord"))
 
 
-def header_of(operation: str) -> Header:
+def words_of(header: Header, status: int = OK, need_bytes: int = 0, goes_on: bool = False) -> tuple[int, ...]:
+    raw = pack(header, status, need_bytes, goes_on)
+    assert struct.unpack("32q", raw) == unpack(raw, 1)[0]
+    return unpack(raw, 1)[0]
+
+
+def header_of_call(operation: str) -> Header:
     """Every field has a value of its own, large and negative ones among them."""
     return Header(
         operation=OPERATIONS.index(operation),
@@ -65,10 +67,10 @@ def header_of(operation: str) -> Header:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_field_that_must_match_makes_the_round_trip(operation: str) -> None:
-    header = header_of(operation)
-    words, num_match = pack(header, status=3)
-    assert num_match == len(MATCH)
-    back = Header.of_words(words, words[_STATUS_WORD])
+    header = header_of_call(operation)
+    words = words_of(header, status=3)
+    assert len(MATCH) == NUM_MATCH_WORDS
+    back = header_of(words)
     assert {name: getattr(back, name) for name in MATCH} == {name: getattr(header, name) for name in MATCH}
     assert back.status == 3
     assert Header.of_words(header.match_words(), 3) == back
@@ -76,33 +78,39 @@ def test_every_field_that_must_match_makes_the_round_trip(operation: str) -> Non
 
 @pytest.mark.parametrize("name", MATCH)
 def test_a_difference_in_any_field_lies_in_the_words_that_are_compared(name: str) -> None:
-    header = header_of("combine")
+    header = header_of_call("combine")
     changed = replace(header, **{name: int(getattr(header, name)) + 1})  # type: ignore[arg-type]
-    (words, num_match), (others, _) = pack(header), pack(changed)
-    assert words[:num_match] != others[:num_match]
-    assert words[num_match:] == others[num_match:]
+    words, others = words_of(header), words_of(changed)
+    assert words[:NUM_MATCH_WORDS] != others[:NUM_MATCH_WORDS]
+    assert words[NUM_MATCH_WORDS:] == others[NUM_MATCH_WORDS:]
     sentence = disagreement([Header.of_words(row, OK) for row in (words, others)])
     assert sentence is not None
     assert sentence == disagreement([header, changed])
 
 
 def test_each_ranks_own_words_lie_where_the_kernels_look_for_them() -> None:
-    assert node_calls._PLACES_WORD == constant("kRegisteredWord")
     assert constant("kHeaderWords") == 32
-    header = header_of("dispatch")
-    words, num_match = pack(header, DOES_NOT_FIT, 12345, (256, 512), (3, 64, 128, 192, 16))
-    assert num_match <= constant("kOverflowedWord")
+    header = header_of_call("dispatch")
+    words = words_of(header, 2, 12345, goes_on=True)
+    assert NUM_MATCH_WORDS <= GOES_ON_WORD < constant("kOverflowedWord") < constant("kRegisteredWord")
+    assert words[GOES_ON_WORD] == 1
     assert words[constant("kOverflowedWord")] == 0, "the device says so itself"
-    registered = constant("kRegisteredWord")
-    assert words[registered : registered + 5] == (3, 64, 128, 192, 16)
+    assert NEED_WORD == constant("kNeedWord")
     assert words[NEED_WORD] == 12345
-    assert (words[constant("kFirstOffsetWord")], words[constant("kSecondOffsetWord")]) == (256, 512)
-    assert words[constant("kStatusWord")] == constant("kDoesNotFit") == DOES_NOT_FIT
+    assert words[constant("kStatusWord")] == words[STATUS_WORD] == 2
     assert words[constant("kXNeedsGradWord")] == 1
     assert words[constant("kWeightsNeedGradWord")] == 0
     assert words[constant("kTokensWord")] == 4097
-    one_kind, _ = pack(header, places=(1, 0, 32))
-    assert one_kind[registered : NEED_WORD + 1] == (1, 0, 32, 0, 0, 0)
+    unset = (*range(NUM_MATCH_WORDS, GOES_ON_WORD), *range(constant("kRegisteredWord"), NEED_WORD), *OFFSETS)
+    assert not any(words[place] for place in unset)
+    assert constant("kDoesNotFit") == DOES_NOT_FIT
+
+
+@pytest.mark.parametrize("name", OF_A_CALL)
+def test_words_that_a_call_along_a_handle_sets_by_number_have_that_number(name: str) -> None:
+    header, number = Header(), constant(OF_A_CALL[name])
+    words, others = words_of(header), words_of(replace(header, **{name: 77}))  # type: ignore[arg-type]
+    assert [place for place, (one, other) in enumerate(zip(words, others, strict=True)) if one != other] == [number]
 
 
 def test_no_error_travels_as_fine_or_as_one_that_does_not_fit() -> None:

@@ -1,0 +1,52 @@
+"""The header of a call inside a node: 32 words, and where in them the host looks for what. See csrc/exchange.h."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from moe_ep.backends.header import NUM_MATCH_WORDS, OK, Header
+
+GOES_ON_WORD = 18  # this rank's host does not wait for the verdict: it has started the rows behind a plan
+NEED_WORD = 25  # bytes that this rank puts into its slot
+STATUS_WORD = 28
+DOES_NOT_FIT = 100  # status of a rank that needs more bytes than a slot has; the call itself finds out
+_WORDS = struct.Struct("32q")
+_BEFORE_GOES_ON = (0,) * (GOES_ON_WORD - NUM_MATCH_WORDS)
+_BEFORE_NEED = (0,) * (NEED_WORD - GOES_ON_WORD - 1)
+_OFFSETS = (0, 0)
+
+Words = tuple[int, ...]
+
+
+def pack(header: Header, status: int = OK, need_bytes: int = 0, goes_on: bool = False) -> bytes:
+    """The words of a call; the first `NUM_MATCH_WORDS` must be alike on all ranks.
+
+    Args:
+        header: of the call.
+        status: OK, or the number of an error class.
+        need_bytes: what this rank puts into its slot.
+        goes_on: whether this rank's host has started the next call without a look at the verdict.
+    """
+    return _WORDS.pack(
+        *header.match_words(),
+        *_BEFORE_GOES_ON,
+        goes_on,
+        *_BEFORE_NEED,
+        need_bytes,
+        *_OFFSETS,
+        status,
+        header.x_needs_grad,
+        header.weights_need_grad,
+        header.num_tokens,
+    )
+
+
+def unpack(raw: bytes, num_ranks: int) -> list[Words]:
+    """The words of each rank's header."""
+    return [_WORDS.unpack_from(raw, rank * _WORDS.size) for rank in range(num_ranks)]
+
+
+def header_of(words: Sequence[int]) -> Header:
+    """What must be alike, and the status."""
+    return Header.of_words(words, words[STATUS_WORD])
