@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_ep.autograd import ops
+from moe_ep.autograd.dispatch_backward import backward_of_dispatch
+from moe_ep.autograd.dispatch_fp8 import dispatch_fp8
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.buffer import Buffer
 from moe_ep.checks import as_weights, dispatch_request
 from moe_ep.handle import DispatchOutput
+from moe_ep.integrations import transformer_engine
 
 
 class Dispatch(torch.autograd.Function):
@@ -38,20 +41,6 @@ class Dispatch(torch.autograd.Function):
         return backward_of_dispatch(ctx, grad_rows, grad_row_weights)
 
 
-def backward_of_dispatch(
-    ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    """Gradients of (x, weights, anchor, backend, plan), for a context that has `backend` and `handle`."""
-    grad_x, grad_weights = ctx.backend.dispatch_backward(ctx.handle, grad_rows, grad_row_weights)
-    return (
-        grad_x if ctx.needs_input_grad[0] else None,  # x
-        grad_weights if ctx.needs_input_grad[1] else None,  # weights
-        None,  # anchor: only there to put every rank into the graph
-        None,  # backend
-        None,  # plan
-    )
-
-
 def dispatch(
     buffer: Buffer,
     x: Tensor,
@@ -72,6 +61,8 @@ def dispatch(
         buffer: the exchange; every rank calls the same operations on it in the same order.
         x: [T, H] float64, float32, bfloat16 or float16, any strides. Gradients flow back to it: each token's is the
             sum over the rows that were made from it, added in float32 (float64 for float64) in the written order.
+            A `Float8BlockwiseQTensor` of Transformer Engine travels as FP8 (expert_major, without max_rows) and comes
+            out dequantised; `moe_ep.dispatch_fp8` hands out the FP8 rows themselves.
         topk_idx: [T, K] int64 or int32, global expert ids, -1 for an unused slot. A token whose slots are all -1 is
             sent nowhere. Two slots may name the same expert.
         topk_weights: [T, K] float32 (float64 beside float64 rows; float16 and bfloat16 are cast), or None. They travel
@@ -95,6 +86,8 @@ def dispatch(
     """
     if torch.compiler.is_compiling():
         return ops.compiled_dispatch(buffer, x, topk_idx, topk_weights, num_experts, layout, alignment, max_rows)
+    if transformer_engine.is_quantized(x):
+        return _dispatch_quantized(buffer, x, topk_idx, topk_weights, num_experts, layout, alignment, max_rows)
     backend = buffer.backend
     try:
         buffer.check()
@@ -119,4 +112,34 @@ def dispatch(
         expert_counts=plan.expert_counts,
         expert_offsets=plan.expert_offsets,
         handle=plan.handle,
+    )
+
+
+def _dispatch_quantized(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    layout: str,
+    alignment: int,
+    max_rows: int | None,
+) -> DispatchOutput:
+    if layout != "expert_major" or max_rows is not None:
+        given = f"layout {layout!r}" if max_rows is None else f"max_rows = {max_rows}"
+        error = ValueError(
+            f"x is a {type(x).__name__} and the call has {given}; FP8 rows are handed out by expert and counted on the "
+            "host: give layout='expert_major' without max_rows, or x.dequantize()."
+        )
+        buffer.backend.refuse("dispatch", error)
+    out = dispatch_fp8(buffer, x, topk_idx, topk_weights, num_experts=num_experts, alignment=alignment)
+    return DispatchOutput(
+        x=out.rows.dequantize(),
+        topk_idx=out.topk_idx,
+        topk_weights=out.topk_weights,
+        tokens_per_expert=out.tokens_per_expert,
+        real_tokens_per_expert=out.real_tokens_per_expert,
+        expert_counts=out.expert_counts,
+        expert_offsets=out.expert_offsets,
+        handle=out.handle,
     )

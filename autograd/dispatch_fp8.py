@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from moe_ep.autograd.dispatch import backward_of_dispatch
+from moe_ep.autograd.dispatch_backward import backward_of_dispatch
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.buffer import Buffer

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ep.fp8 import dequantize_1x128
+from moe_ep.fp8_blocks import pack_scales
+from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, split_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,13 @@ class Fp8Rows:
         """[R, H] ordinary rows, in the dtype of `face`; differentiable: their gradient is that of the rows."""
         rows: Tensor = _Dequantize.apply(self.face, self)  # type: ignore[no-untyped-call]
         return rows
+
+    def matrices(self) -> list[Fp8Matrix]:
+        """One [rows, H] matrix an expert, its scales in the layout of the GEMM."""
+        ranges = RowRanges(self.sizes, self.data.device)
+        if self.scales.dim() == 1:
+            return [Fp8Matrix(self.data[part], self.scales, "tensor") for part in ranges.slices]
+        return split_rows(self.data, pack_scales(self.scales, ranges), ranges)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """[R, H] in `dtype`, outside of any graph."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_ep.fp8 import num_blocks
 from moe_ep.fp8_matrix import Fp8Matrix
+from moe_ep.fp8_rows import Fp8Rows
 
 OLDEST, NEWEST = (2, 3), (2, 20)
 _HOME = "transformer_engine.pytorch"
@@ -151,6 +152,25 @@ class TransformerEngine:
             **shared,
         )
         return blocks
+
+
+def tensors_per_expert(rows: Fp8Rows, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """FP8 rows of a dispatch as one Transformer Engine tensor an expert, without a copy of the rows.
+
+    They are cut off from the graph; who uses them gives the gradient of the rows to `rows.face`.
+
+    Args:
+        rows: of `moe_ep.dispatch_fp8`.
+        dtype: the dtype that the tensors pretend to have.
+
+    Returns:
+        L tensors [rows, H]: `Float8BlockwiseQTensor`, or `Float8Tensor` where all rows share one scale.
+
+    Raises:
+        ImportError: Transformer Engine is not there.
+    """
+    engine = require()
+    return [engine.tensor_of(matrix, dtype) for matrix in rows.matrices()]
 
 
 def is_quantized(x: object) -> bool:

@@ -242,7 +242,7 @@ def refused_gradients(group: dist.ProcessGroup) -> None:
 # case F08
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_gradient_through_fp8_rows_is_refused_and_not_lost(ranks: Pools, world: int) -> None:
-    """This version has no differentiable FP8 dispatch: the functions say so, on every rank."""
+    """FP8 tensors themselves have no gradient: the functions say so, on every rank, and what does travel with one."""
     ranks.run(refused_gradients, world)
 
 
@@ -303,7 +303,7 @@ def changed_weights(group: dist.ProcessGroup, change: Callable[[torch.nn.Module]
     layer.buffer.close()
 
 
-# case F07 (the way of the weights; this version runs experts in the dtype of their parameters only)
+# case F07 (the way of the weights; FP8 experts: tests/unit/test_fp8_weights.py)
 @pytest.mark.parametrize("change", [_double_data, _double_with_an_optimizer, _double_by_loading])
 @pytest.mark.parametrize("world", [1, 2])
 def test_changed_weights_are_those_of_the_next_forward(

@@ -1,0 +1,135 @@
+"""Weights are cast once for as long as they hold the same values, however they are changed. Case F07."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_ep
+from moe_ep.config import FP8Config, MoEConfig, RouterConfig
+
+FIRST_AND_DOWN = 2  # casts a layer makes when its weights are new
+
+
+def fp8_layer(recipe: str = "blockwise") -> moe_ep.MoELayer:
+    torch.manual_seed(0)
+    fp8 = FP8Config.model_validate({"recipe": recipe, "gemm": "plain"})
+    router = RouterConfig(topk=2)
+    return moe_ep.MoELayer(
+        MoEConfig(hidden_size=128, ffn_hidden_size=64, num_experts=4, router=router, init_std=0.1, fp8=fp8)
+    )
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the weights that were cast, in order."""
+    made: list[str] = []
+
+    def watched(original: Callable[..., object]) -> Callable[..., object]:
+        def weights(self: object, name: str, weight: Tensor) -> object:
+            made.append(name)
+            return original(self, name, weight)
+
+        return weights
+
+    from moe_ep.layers import fp8_recipe
+
+    for kind in (fp8_recipe.Blockwise, fp8_recipe.PerTensor):
+        monkeypatch.setattr(kind, "weights", watched(kind.weights))
+    return made
+
+
+def _by_data(experts: nn.Module) -> None:
+    for parameter in experts.parameters():
+        parameter.data.mul_(2)
+
+
+def _by_an_optimizer(experts: nn.Module) -> None:
+    optimizer = torch.optim.SGD(experts.parameters(), lr=1.0, foreach=True)
+    for parameter in experts.parameters():
+        parameter.grad = -parameter.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _by_loading(experts: nn.Module) -> None:
+    experts.load_state_dict({name: 2 * weight for name, weight in experts.state_dict().items()})
+
+
+def _by_assigning(experts: nn.Module) -> None:
+    experts.load_state_dict({name: 2 * weight for name, weight in experts.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "current"])
+@pytest.mark.parametrize("change", [_by_data, _by_an_optimizer, _by_loading, _by_assigning])
+def test_changed_weights_are_those_of_the_next_forward(
+    change: Callable[[nn.Module], None], recipe: str, casts: list[str]
+) -> None:
+    layer = fp8_layer(recipe)
+    up = layer.experts.get_parameter("gate_up")
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before, kept = layer(x), up.clone()
+        change(layer.experts)
+        layer.experts.get_parameter("gate_up").copy_(kept)  # SwiGLU is not linear in these
+        assert torch.equal(layer(x), 2 * before)  # scales are powers of two: exact
+    assert len(casts) >= 2 * FIRST_AND_DOWN - 1
+
+
+def test_micro_batches_of_a_step_share_one_cast_also_under_recompute(casts: list[str]) -> None:
+    layer = fp8_layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
+    checkpoint(layer, x[:3], use_reentrant=False).sum().backward()
+    checkpoint(layer, x[3:], use_reentrant=False).sum().backward()
+    assert casts == ["first", "down"]
+    summed = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    for part in (x[:3], x[3:]):
+        layer(part).sum().backward()
+    assert casts == ["first", "down"]
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(summed[name], parameter.grad, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+    layer(x).sum().backward()
+    assert casts == ["first", "down"] * 2
+
+
+def test_a_step_between_forward_and_backward_does_not_reach_the_backward() -> None:
+    """As with any saved tensor: the gradient is that of the weights of the forward."""
+    layer = fp8_layer()
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    layer(x).sum().backward()
+    expected, x.grad = x.grad, None
+    y = layer(x)
+    with torch.no_grad():
+        layer.experts.down.data.zero_()
+        layer(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
+def test_a_write_that_nothing_sees_is_told_by_hand(casts: list[str]) -> None:
+    layer = fp8_layer()
+    layer(torch.zeros(1, 128))
+    assert layer.experts.fp8 is not None
+    layer.experts.fp8.forget_weights()
+    layer(torch.zeros(1, 128))
+    assert casts == ["first", "down"] * 2
+
+
+def test_a_copied_or_pickled_cache_begins_empty(casts: list[str]) -> None:
+    layer = fp8_layer()
+    layer(torch.zeros(1, 128))
+    twin = copy.deepcopy(layer)
+    assert twin.experts.fp8 is not layer.experts.fp8
+    twin(torch.zeros(1, 128))
+    assert len(casts) == 2 * FIRST_AND_DOWN
+    experts = pickle.loads(pickle.dumps(layer.experts))
+    assert experts.fp8.gemm.name == "plain"
