@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_ep.autograd.beside import Beside, runs_beside
 from moe_ep.autograd.combine import combine
 from moe_ep.autograd.combine_fp8 import combine_fp8_grad
 from moe_ep.autograd.dispatch import dispatch
@@ -24,7 +25,7 @@ from moe_ep.fp8_rows import Fp8Rows
 from moe_ep.handle import DispatchOutput
 from moe_ep.layers.experts import GroupedExperts
 from moe_ep.layers.router import TopKRouter
-from moe_ep.layers.shared_experts import SharedExperts
+from moe_ep.layers.shared_experts import SharedExperts, SharedRun
 
 
 class MoELayer(nn.Module):
@@ -94,32 +95,49 @@ class MoELayer(nn.Module):
         if mask_T is not None:  # padding may hold anything, NaN too: no part of the layer reads it
             x_TH = x_TH.masked_fill(mask_T.unsqueeze(1), 0)
         topk_idx, topk_weights = self.router(x_TH, mask_T, self._sequence_idx(x))
-        y_TH = self._routed(x_TH, topk_idx, topk_weights)
+        shared = None
         if self.shared_experts is not None:
-            y_TH = y_TH + self.shared_experts(x_TH).to(y_TH.dtype)
+            shared = SharedRun(self.shared_experts, x_TH, apart=runs_beside(self.buffer))
+        there = Beside(self.buffer, None if shared is None else shared.begin)
+        home = Beside(self.buffer, None if shared is None else shared.finish)
+        out, rows_RH = self._dispatched(there, x_TH, topk_idx, topk_weights)
+        y_TH = self._combined(home, rows_RH, out)
+        if shared is not None:
+            y_TH = y_TH + shared.result().to(y_TH.dtype)
         return y_TH.reshape(x.shape)
 
-    def _routed(self, x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """The routed experts' part of y."""
+    def _dispatched(
+        self, way: Beside, x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor
+    ) -> tuple[DispatchOutput | Fp8DispatchOutput, Tensor]:
+        """What dispatch gave, and what the routed experts made of it: [R, H]."""
         num_experts, alignment = self.config.num_experts, self.config.ep.alignment
         fp8, uses = self.experts.fp8, self.config.fp8
         if fp8 is not None:
             alignment = math.lcm(alignment, fp8.recipe.alignment)
             self.experts.look_at_fp8_weights()
+        sent_TH, sent_weights = way.tie(x_TH, topk_weights)
         if fp8 is not None and uses.dispatch:
             cast = fp8.recipe.payload
             sent: Fp8DispatchOutput = dispatch_fp8(
-                self.buffer, x_TH, topk_idx, topk_weights, num_experts=num_experts, alignment=alignment, cast=cast
+                way.buffer, sent_TH, topk_idx, sent_weights, num_experts=num_experts, alignment=alignment, cast=cast
             )
             out: DispatchOutput | Fp8DispatchOutput = sent
             rows: Tensor | Fp8Rows = sent.rows
         else:
-            received = dispatch(self.buffer, x_TH, topk_idx, topk_weights, num_experts=num_experts, alignment=alignment)
+            received = dispatch(
+                way.buffer, sent_TH, topk_idx, sent_weights, num_experts=num_experts, alignment=alignment
+            )
             out, rows = received, received.x
         self._last_rows = out.expert_offsets[-1]
-        rows_RH = self.experts(rows, out.tokens_per_expert, out.expert_offsets)
-        come_home = combine_fp8_grad if fp8 is not None and uses.grad_dispatch else combine
-        y_TH: Tensor = come_home(self.buffer, rows_RH, out.handle, out.topk_weights, exact=self.config.ep.exact)
+        return out, self.experts(rows, out.tokens_per_expert, out.expert_offsets)
+
+    def _combined(self, way: Beside, rows_RH: Tensor, out: DispatchOutput | Fp8DispatchOutput) -> Tensor:
+        """The routed experts' part of y."""
+        assert out.topk_weights is not None
+        rows_RH, weights_R = way.tie(rows_RH, out.topk_weights)
+        as_fp8 = self.experts.fp8 is not None and self.config.fp8.grad_dispatch
+        come_home = combine_fp8_grad if as_fp8 else combine
+        y_TH: Tensor = come_home(way.buffer, rows_RH, out.handle, weights_R, exact=self.config.ep.exact)
         return y_TH
 
     def routing_stats(self) -> dict[str, Tensor]:

@@ -2,18 +2,26 @@
 
 It is the same on every rank, so its parameters are ordinary data-parallel parameters and carry no mark.
 
+`SharedRun` cuts it in two, for work beside a dispatch and beside a combine (`moe_ep.autograd.beside`).
+
 Letters: T tokens, H hidden, F ffn width (`shared_ffn_hidden_size`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ep.config import MoEConfig
 from moe_ep.errors import ConfigError
-from moe_ep.layers.activations import input_projection, mlp
+from moe_ep.layers.activations import activate, input_projection
+from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
+
+Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 class SharedExperts(nn.Module):
@@ -56,8 +64,66 @@ class SharedExperts(nn.Module):
         Returns:
             [T, H] in the dtype of x_TH, also under autocast.
         """
-        return mlp(x_TH, self._first.weight, self.down.weight, self.activation).to(x_TH.dtype)
+        return self.finish(self.begin(x_TH), x_TH.dtype)
+
+    def begin(self, x_TH: Tensor, linear: Linear = F.linear) -> Tensor:
+        """The first half, [T, F] in the dtype of the GEMM."""
+        return activate(linear(x_TH, self._first.weight), self.activation)
+
+    def finish(self, inner_TF: Tensor, dtype: torch.dtype, linear: Linear = F.linear) -> Tensor:
+        """The second half, [T, H] in `dtype`."""
+        return linear(inner_TF, self.down.weight).to(dtype)
 
     @property
     def _first(self) -> nn.Linear:
         return cast(nn.Linear, self.get_submodule(self.first_name))
+
+
+class SharedRun:
+    """shared(x_TH) in two steps, each done once.
+
+    All of it is one step unless it runs `apart`, beside exchanges; also for a module that something wraps, or that has
+    hooks, as with FSDP2 and checkpoints.
+    """
+
+    def __init__(self, shared: nn.Module, x_TH: Tensor, apart: bool) -> None:
+        self._shared, self._x_TH = shared, x_TH
+        self._in_halves = apart and type(shared) is SharedExperts and not _has_hooks(shared)
+        self._inner: Tensor | None = None
+        self._y_TH: Tensor | None = None
+
+    def begin(self) -> None:
+        """The first step."""
+        if isinstance(self._shared, SharedExperts) and self._in_halves:
+            self._inner = self._shared.begin(self._x_TH, _linear)
+        else:
+            self._y_TH = self._shared(self._x_TH)
+
+    def finish(self) -> None:
+        """The second step, or both."""
+        if self._inner is None and self._y_TH is None:
+            self.begin()
+        if isinstance(self._shared, SharedExperts) and self._inner is not None:
+            self._y_TH, self._inner = self._shared.finish(self._inner, self._x_TH.dtype, _linear), None
+
+    def result(self) -> Tensor:
+        """[T, H]."""
+        self.finish()
+        assert self._y_TH is not None
+        return self._y_TH
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(kinds)
+
+
+def _linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x_TI @ weight_OI.T; in bfloat16 on CUDA by the GEMM that leaves SMs to an exchange, the grouped one."""
+    shape = (1, *weight_OI.shape)
+    same = x_TI.dtype == weight_OI.dtype and not torch.is_autocast_enabled(x_TI.device.type)
+    if not same or not one_gemm_serves(x_TI.device, x_TI.dtype, shape):
+        return F.linear(x_TI, weight_OI)
+    offsets = torch.zeros(2, dtype=torch.int32, device=x_TI.device)
+    offsets[1:].fill_(x_TI.shape[0])
+    return linear_per_expert(x_TI, weight_OI.unsqueeze(0), offsets, has_tail=False)
