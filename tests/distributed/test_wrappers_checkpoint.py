@@ -195,16 +195,16 @@ def test_recompute_counts_once_where_the_router_needs_no_gradient(ranks: Pools, 
     assert ranks.run(counted_tokens, 2, mode, frozen) == [COUNTED] * 2
 
 
-def _under_a_flop_counter(group: dist.ProcessGroup) -> None:
+def under_a_flop_counter(group: dist.ProcessGroup, backend: str = "auto") -> None:
     """A dispatch mode around eager calls, as selective checkpointing and counters are."""
-    rank = dist.get_rank(group)
+    rank, device = dist.get_rank(group), device_of(backend)
     results = []
-    with moe_ep.Buffer(group, timeout_secs=20) as buffer:
+    with moe_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
         for watched in (False, True):
             g = torch.Generator().manual_seed(rank)
-            x = torch.randn(3 + rank, 8, generator=g).requires_grad_()
-            weights = torch.rand(3 + rank, 2, generator=g).requires_grad_()
-            idx = torch.randint(0, 4, (3 + rank, 2), generator=g)
+            x = torch.randn(3 + rank, 8, generator=g).to(device).requires_grad_()
+            weights = torch.rand(3 + rank, 2, generator=g).to(device).requires_grad_()
+            idx = torch.randint(0, 4, (3 + rank, 2), generator=g).to(device)
             with FlopCounterMode(display=False) if watched else torch.enable_grad():
                 out = moe_ep.dispatch(buffer, x, idx, weights, num_experts=4, alignment=4)
                 assert out.tokens_per_expert is not None
@@ -218,4 +218,4 @@ def _under_a_flop_counter(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_exchange_that_is_watched_gives_the_same_bits(ranks: Pools, world: int) -> None:
-    ranks.run(_under_a_flop_counter, world)
+    ranks.run(under_a_flop_counter, world)

@@ -86,12 +86,13 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(ranks: Pools
     ranks.run(_placement, 4)
 
 
-def _save_and_load(group: dist.ProcessGroup, ep_size: int) -> None:
+def save_and_load(group: dist.ProcessGroup, ep_size: int, backend: str = "auto") -> None:
     expected = Model(None).state_dict()
-    model, _ = _sharded(ep_size)
+    model, _ = _sharded(ep_size, backend=backend)
     state = model.state_dict()
     held = [name for name in state if ".experts." in name]
-    assert len(held) == 2 * 2 * 8 // 4  # two blocks, two weights, the eight experts spread over four ranks
+    # two blocks, two weights, the eight experts spread over the ranks
+    assert len(held) == 2 * 2 * 8 // dist.get_world_size(group)
     for name in held:
         assert_same_bits(state[name], expected[name], name)
     with torch.no_grad():
@@ -108,17 +109,19 @@ def _save_and_load(group: dist.ProcessGroup, ep_size: int) -> None:
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 def test_a_shard_saves_and_loads_its_experts_under_their_global_ids(ranks: Pools, ep_size: int) -> None:  # case M01
-    ranks.run(_save_and_load, 4, ep_size)
+    ranks.run(save_and_load, 4, ep_size)
 
 
-def _stored(group: dist.ProcessGroup, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model as it was saved at EP size 2 and as it was loaded at EP size 4."""
-    saved, _ = _sharded(2)
+def stored(
+    group: dist.ProcessGroup, path: Path, ep_sizes: tuple[int, int], backend: str = "auto"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model as it was saved at one EP size and as it was loaded at another."""
+    saved, _ = _sharded(ep_sizes[0], backend=backend)
     with torch.no_grad():
         for parameter in saved.parameters():
             parameter.mul_(1.5)
     dcp.save(saved.state_dict(), checkpoint_id=path, process_group=group)
-    loaded, _ = _sharded(4)
+    loaded, _ = _sharded(ep_sizes[1], backend=backend)
     state = loaded.state_dict()
     dcp.load(state, checkpoint_id=path, process_group=group)
     loaded.load_state_dict(state)
@@ -129,7 +132,11 @@ def _stored(group: dist.ProcessGroup, path: Path) -> tuple[dict[str, Tensor], di
 
 @pytest.mark.world_size(4)
 def test_a_stored_state_dict_loads_at_another_ep_size(ranks: Pools, tmp_path: Path) -> None:  # case M01
-    results = ranks.run(_stored, 4, tmp_path)
+    assert_stored(ranks.run(stored, 4, tmp_path, (2, 4)))
+
+
+def assert_stored(results: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+    """What the ranks loaded is what they saved, all of it."""
     saved = {name: tensor for before, _ in results for name, tensor in before.items()}
     loaded = {name: tensor for _, after in results for name, tensor in after.items()}
     assert saved.keys() == loaded.keys() == Model(None).state_dict().keys()
@@ -156,12 +163,12 @@ def test_experts_drawn_after_sharding_have_the_values_of_one_process(ranks: Pool
     ranks.run(_drawn_again, 4)
 
 
-def _bfloat16(group: dist.ProcessGroup) -> None:
-    world, ep, expert_dp = make_meshes(2)
-    model = Model(ep.get_group()).float()
+def gathered_in_bfloat16(group: dist.ProcessGroup, backend: str = "auto") -> None:
+    world, ep, expert_dp = make_meshes(2, device_of(backend))
+    model = Model(ep.get_group(), backend=backend).float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrap_fsdp(model, world, expert_dp, blocks=model.blocks, mp_policy=policy)
-    model(batch(0)[0][:2].float()).float().square().mean().backward()
+    model(batch(0)[0][:2].float().to(device_of(backend))).float().square().mean().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.dtype == torch.float32, name
@@ -171,4 +178,4 @@ def _bfloat16(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.world_size(4)
 def test_parameters_may_be_gathered_in_bfloat16(ranks: Pools) -> None:
-    ranks.run(_bfloat16, 4)
+    ranks.run(gathered_in_bfloat16, 4)
