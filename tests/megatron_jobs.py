@@ -8,6 +8,7 @@ Letters: T tokens of a rank, H hidden, E experts.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import warnings
@@ -153,3 +154,121 @@ def departure(found: Tensor, wanted: Tensor) -> float:
     if found.numel() == 0:
         return 0.0
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+
+
+# -- the dispatcher alone ---------------------------------------------------------------------------------------------
+
+
+def moved(dispatcher: Any, x_TH: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Through all phases with experts that multiply by the probability: (rows, rows per expert, probabilities, y)."""
+    h, p = dispatcher.dispatch_preprocess(x_TH, routing_map, probs)
+    h, p = dispatcher.token_dispatch(h, p)
+    rows, counts, row_probs = dispatcher.dispatch_postprocess(h, p)
+    out = dispatcher.combine_preprocess((rows * row_probs.unsqueeze(-1)).to(rows.dtype))
+    return rows, counts, row_probs, dispatcher.combine_postprocess(dispatcher.token_combine(out))
+
+
+def zero_probability(group: dist.ProcessGroup, dispatcher: str) -> tuple[list[int], float]:
+    """Every token goes to experts 1 and 6, with probability 0 to expert 6; rows per local expert, and |dy/dp| there."""
+    start_megatron()
+    arrange((1, 4, 1))
+    layer = layer_of(config_of((1, 4, 1)), dispatcher)
+    x_TH = tokens(4).reshape(-1, H).detach()
+    routing_map = torch.zeros(len(x_TH), E, dtype=torch.bool, device=x_TH.device)
+    routing_map[:, [1, 6]] = True
+    probs = torch.zeros(len(x_TH), E, device=x_TH.device)
+    probs[:, 1] = 1.0
+    probs.requires_grad_()
+    _, counts, _, y = moved(layer.token_dispatcher, x_TH, routing_map, probs)
+    y.sum().backward()
+    assert probs.grad is not None
+    return counts.tolist(), float((probs.grad[:, 6] - x_TH.sum(1)).abs().max())
+
+
+def padded_counts(group: dist.ProcessGroup, alignment: int, fp8: bool) -> tuple[list[int], int, float]:
+    """Rows per local expert with padding, their sum in the rows, and the sum of what padding rows hold."""
+    start_megatron()
+    arrange((1, 4, 1))
+    config = config_of((1, 4, 1))
+    if fp8:  # set afterwards: Megatron asks for Transformer Engine when it is given at once
+        config.fp8, config.moe_router_padding_for_quantization = "hybrid", True
+    layer = layer_of(config, "moe_ep", _settings(alignment))
+    x_TH = tokens(9).reshape(-1, H).detach()
+    probs, routing_map = layer.router(x_TH.unsqueeze(1))
+    rows, counts, row_probs, _ = moved(layer.token_dispatcher, x_TH, routing_map, probs)
+    return counts.tolist(), rows.shape[0], float(rows[row_probs == 0].abs().sum())
+
+
+def without_tokens(group: dist.ProcessGroup) -> tuple[float, int]:
+    """The dispatcher where this is rank 1, which has no tokens: departure of y from x, rows received."""
+    start_megatron()
+    arrange((1, 4, 1))
+    layer = layer_of(config_of((1, 4, 1)), "moe_ep")
+    x_TH = tokens(0 if dist.get_rank() == 1 else 3).reshape(-1, H).detach().requires_grad_()
+    routing_map = torch.zeros(len(x_TH), E, dtype=torch.bool, device=x_TH.device)
+    routing_map[:, [0, 2]] = True  # experts of ranks 0 and 1 only
+    rows, _, _, y_TH = moved(layer.token_dispatcher, x_TH, routing_map, routing_map / 2)
+    y_TH.sum().backward()
+    assert x_TH.grad is not None
+    return max(departure(y_TH.detach(), x_TH.detach()), departure(x_TH.grad, torch.ones_like(x_TH))), rows.shape[0]
+
+
+def two_in_flight(group: dist.ProcessGroup) -> float:
+    """Two forwards of one layer before the backward of either, of other lengths; departure from one by one."""
+    start_megatron()
+    arrange((1, 4, 1))
+    torch.manual_seed(1)
+    layer = layer_of(config_of((1, 4, 1)), "moe_ep")
+    inputs = [tokens(3), tokens(5)]
+    alone = []
+    for x in inputs:
+        layer(x)[0].square().sum().backward()
+        alone.append(x.grad)
+        x.grad = None
+    losses = [layer(x)[0].square().sum() for x in inputs]
+    for loss in losses:
+        loss.backward()
+    return max(departure(x.grad, wanted) for x, wanted in zip(inputs, alone, strict=True))  # type: ignore[arg-type]
+
+
+def shared_buffers(group: dist.ProcessGroup) -> tuple[bool, bool, int | None, str]:
+    """Whether layers of one configuration share a buffer, those of another do not; its SM budget; its backend."""
+    start_megatron()
+    from moe_ep.integrations import megatron as ours
+
+    arrange((1, 4, 1))
+    config = config_of((1, 4, 1), moe_deepep_num_sms=24)
+    first, second = layer_of(config, "moe_ep"), layer_of(copy.deepcopy(config), "moe_ep")
+    other = layer_of(config_of((1, 4, 1)), "moe_ep")
+    found = first.buffer is second.buffer, first.buffer is other.buffer, first.buffer.num_sms, first.buffer.backend_name
+    ours.close_buffers(config)
+    return found
+
+
+def _settings(alignment: int) -> Any:
+    from moe_ep.config import EPConfig
+
+    return EPConfig(alignment=alignment)
+
+
+# -- a whole model ----------------------------------------------------------------------------------------------------
+
+
+def layers_of_the_spec(group: dist.ProcessGroup, num_layers: int, pattern: list[int]) -> list[str]:
+    """What a GPT is made of whose layer spec is the one for --spec: the class and module of each layer's MLP."""
+    start_megatron()
+    from megatron.core.models.gpt import GPTModel
+
+    from moe_ep.integrations import megatron as ours
+
+    arrange((1, 2, 1))
+    config = config_of(
+        (1, 2, 1), num_layers=num_layers, moe_layer_freq=pattern, normalization="RMSNorm",
+        moe_router_load_balancing_type="none",  # Megatron's tally of losses is as long as its first model is deep
+    )  # fmt: skip
+    model = GPTModel(config, ours.spec, vocab_size=32, max_sequence_length=8, position_embedding_type="rope").cuda()
+    ids = torch.arange(16, device=next(model.parameters()).device).view(2, 8)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool, device=ids.device).triu(1)
+    model(ids, ids % 8, mask, labels=ids).mean().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    return [f"{type(layer.mlp).__module__}.{type(layer.mlp).__name__}" for layer in model.decoder.layers]
