@@ -41,17 +41,21 @@ class LayerShape:
     ffn: int
     num_experts: int
     topk: int
+    shared_ffn: int | None = None
 
     @property
     def tflop(self) -> float:
         """Of forward and backward on a GPU: three matrices an expert, three products each, a multiply and an add."""
-        return 2 * 3 * 3 * self.tokens * self.topk * self.hidden * self.ffn / 1e12
+        width = self.topk * self.ffn + (self.shared_ffn or 0)
+        return 2 * 3 * 3 * self.tokens * self.hidden * width / 1e12
 
 
 SHAPES = {
     "qwen3-30b": LayerShape(16384, 2048, 768, 128, 8),
     "deepseek-v3-e64": LayerShape(4096, 7168, 2048, 64, 8),
+    "deepseek-v3-e64-shared": LayerShape(4096, 7168, 2048, 64, 8, shared_ffn=2048),
     "tiny": LayerShape(256, 64, 32, 8, 2),
+    "tiny-shared": LayerShape(256, 64, 32, 8, 2, shared_ffn=32),
 }
 
 
@@ -104,6 +108,7 @@ def _measure_shape(
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
         num_experts=shape.num_experts,
+        shared_ffn_hidden_size=shape.shared_ffn,
         router=RouterConfig(topk=shape.topk, normalize=True),
         ep=EPConfig(backend=settings.backend, comm_sms=settings.comm_sms),  # type: ignore[arg-type]
     )
@@ -131,7 +136,7 @@ def _measure_shape(
         for part in ("gemm", "exchange", "other", "gaps"):
             mean = getattr(split, part)
             figures[f"layer_{part}"] = Times(mean, mean, mean, None, None)
-    exchange = Exchange(layer.buffer.backend_name, num_sms, remote, top)
+    exchange = Exchange(shape.shared_ffn is None, layer.buffer.backend_name, num_sms, remote, top)
     rows = [_record(world, routed, op, figure, exchange) for op, figure in figures.items()]
     if world.rank == 0:
         print(_text(name, shape, world, times, split), flush=True)
@@ -145,8 +150,12 @@ def _measure_shape(
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the rows travelled, and the bytes of all crossings of a step."""
+    """How the rows travelled, and the bytes of all crossings of a step.
 
+    `is_marked`: of a shape without shared expert, as the marks are.
+    """
+
+    is_marked: bool
     backend: str
     num_sms: int | None
     remote_bytes: int
@@ -156,7 +165,7 @@ class Exchange:
 def _record(world: World, shape: Shape, op: str, times: Times, exchange: Exchange) -> records.Record:
     moved = exchange.remote_bytes if op in ("layer_fwd_bwd", "layer_exchange") else 0
     return records.Record(
-        op=op,
+        op=op if exchange.is_marked else op.replace("layer", "layer_shared", 1),
         system="moe_ep",
         backend=exchange.backend,
         transport="collectives" if exchange.backend == "torch" else "sm",
@@ -201,7 +210,7 @@ def _text(name: str, shape: LayerShape, world: World, times: Times, split: Break
     return line + (
         f"; profiled {split.total / 1e3:.2f} ms = GEMM {split.gemm / 1e3:.2f} + exchange {split.exchange / 1e3:.2f} + "
         f"permutation and element-wise {split.other / 1e3:.2f} + gaps {split.gaps / 1e3:.2f}, "
-        f"{split.num_kernels:.0f} launches"
+        f"{split.num_kernels:.0f} launches; {split.hidden / 1e3:.2f} ms of exchange behind GEMMs"
     )
 
 
