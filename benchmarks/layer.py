@@ -1,9 +1,12 @@
 """Times forward and backward of `moe_ep.MoELayer`, and says where the time goes.
 
     python benchmarks/layer.py --device cuda [--shapes qwen3-30b deepseek-v3-e64] [--worlds 1 2]
+    python benchmarks/layer.py --device cuda --shapes deepseek-v3-e64 --worlds 2 --fp8 blockwise
     python benchmarks/layer.py --device cpu --shapes tiny --iterations 3
 
-bf16 on CUDA, float32 on CPU; the input and every parameter get a gradient. The split comes from a profile of a few
+bf16 on CUDA, float32 on CPU; the input and every parameter get a gradient. With --fp8 the experts of a second layer run
+in FP8; both are timed in turn. Its weights are cast once and kept, as over the micro-batches of a step;
+layer_fwd_bwd_first is a micro-batch that casts them. The split comes from a profile of a few
 steps (benchmarks/breakdown.py); the row with the time is measured without a profiler.
 """
 
@@ -28,7 +31,7 @@ from benchmarks.processes import World, run, under_torchrun
 from benchmarks.routing import Shape, measure_traffic
 from benchmarks.systems import DTYPES
 from benchmarks.timing import Call, Clock, CudaClock, Times, device_spans
-from moe_ep.config import EPConfig, MoEConfig, RouterConfig
+from moe_ep.config import EPConfig, FP8Config, MoEConfig, RouterConfig
 
 PROFILED_STEPS = 5
 CROSSINGS = 4  # of the link by the rows: dispatch and combine, forward and backward
@@ -65,6 +68,7 @@ class Settings:
     backend: str
     comm_sms: int | None
     iterations: int
+    fp8: str | None
     out: Path | None
     append: bool
 
@@ -100,10 +104,23 @@ def measure(world: World, settings: Settings) -> None:
         align.close()
 
 
-def _measure_shape(
-    world: World, name: str, settings: Settings, clock: Clock, top: float | None
-) -> list[records.Record]:
-    shape = SHAPES[name]
+@dataclass(frozen=True)
+class Variant:
+    """A layer with its inputs. `dtype` is that of the record: "fp8" for experts in FP8."""
+
+    dtype: str
+    layer: moe_ep.MoELayer
+    x: Tensor
+    step: Call
+
+    def first_step(self) -> object:
+        """A step that casts the weights."""
+        assert self.layer.experts.fp8 is not None
+        self.layer.experts.fp8.forget_weights()
+        return self.step()
+
+
+def _make_variant(world: World, shape: LayerShape, settings: Settings, fp8: str | None) -> Variant:
     config = MoEConfig(
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -111,8 +128,10 @@ def _measure_shape(
         shared_ffn_hidden_size=shape.shared_ffn,
         router=RouterConfig(topk=shape.topk, normalize=True),
         ep=EPConfig(backend=settings.backend, comm_sms=settings.comm_sms),  # type: ignore[arg-type]
+        fp8=FP8Config.model_validate(
+            {"recipe": fp8 or "none", "gemm": "te" if world.device.type == "cuda" else "plain"}
+        ),
     )
-    on_cuda = world.device.type == "cuda"
     dtype = DTYPES[_dtype_name(world)]
     torch.manual_seed(5)
     with world.device:
@@ -120,31 +139,64 @@ def _measure_shape(
         g = torch.Generator(device=world.device).manual_seed(100 + world.rank)
         x = torch.randn(shape.tokens, shape.hidden, generator=g, dtype=dtype).requires_grad_()
         dy = torch.randn(shape.tokens, shape.hidden, generator=g, dtype=dtype)
-    step = _step(layer, x, dy)
-    step()
-    (times,) = clock.measure([step])
-    spans = device_spans(step, PROFILED_STEPS) if on_cuda and world.gpus == world.size else []
+    return Variant(_dtype_name(world) if fp8 is None else "fp8", layer, x, _step(layer, x, dy))
+
+
+def _measure_shape(
+    world: World, name: str, settings: Settings, clock: Clock, top: float | None
+) -> list[records.Record]:
+    shape = SHAPES[name]
+    kinds = [None, settings.fp8] if settings.fp8 else [None]
+    variants = [_make_variant(world, shape, settings, fp8) for fp8 in kinds]
+    calls = [(variant, "layer_fwd_bwd", variant.step) for variant in variants]
+    if settings.fp8:
+        calls.append((variants[-1], "layer_fwd_bwd_first", variants[-1].first_step))
+    for _, _, call in calls:
+        call()
+    times = clock.measure([call for _, _, call in calls])
+    rows = []
+    medians = {}
+    for (variant, op, call), figure in zip(calls, times, strict=True):
+        rows += _report(world, name, variant, op, call, figure, top)
+        medians[variant.dtype, op] = figure.median
+    if settings.fp8 and world.rank == 0:
+        whole = medians[variants[0].dtype, "layer_fwd_bwd"]
+        ratios = [whole / medians["fp8", op] for op in ("layer_fwd_bwd", "layer_fwd_bwd_first")]
+        print(f"{name}, W={world.size}: FP8 ({settings.fp8}) is {ratios[0]:.2f}x {variants[0].dtype}", end="")
+        print(f", {ratios[1]:.2f}x in the micro-batch that casts the weights", flush=True)
+    for variant in variants:
+        variant.layer.buffer.close()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _report(
+    world: World, name: str, variant: Variant, op: str, call: Call, times: Times, top: float | None
+) -> list[records.Record]:
+    """Records of one call, with the parts of its time where they can be told apart; prints them on rank 0."""
+    shape, layer = SHAPES[name], variant.layer
+    spans = device_spans(call, PROFILED_STEPS) if world.gpus == world.size else []
     split = break_down(spans, PROFILED_STEPS)
     with torch.no_grad():
-        idx_TK = layer.router(x.detach())[0].cpu()
+        idx_TK = layer.router(variant.x.detach())[0].cpu()
     routed = Shape(shape.tokens, shape.hidden, shape.num_experts, shape.topk, "router")
     traffic = measure_traffic(world, routed, idx_TK)
-    remote = CROSSINGS * traffic.remote_bytes("combine", _dtype_name(world), shape.hidden)
+    forward = variant.dtype  # of the dispatch; the other crossings have the dtype of the layer
+    remote = traffic.remote_bytes("dispatch", forward, shape.hidden)
+    remote += (CROSSINGS - 1) * traffic.remote_bytes("combine", _dtype_name(world), shape.hidden)
     num_sms = None if layer.buffer.backend_name == "torch" else layer.buffer.num_sms
-    figures = {"layer_fwd_bwd": times}
+    figures = {op: times}
     if split is not None:  # a part is the mean of the profiled steps
         for part in ("gemm", "exchange", "other", "gaps"):
             mean = getattr(split, part)
-            figures[f"layer_{part}"] = Times(mean, mean, mean, None, None)
+            figures[f"{op.replace('_fwd_bwd', '')}_{part}"] = Times(mean, mean, mean, None, None)
     exchange = Exchange(shape.shared_ffn is None, layer.buffer.backend_name, num_sms, remote, top)
-    rows = [_record(world, routed, op, figure, exchange) for op, figure in figures.items()]
+    rows = [_record(world, routed, key, variant.dtype, figure, exchange) for key, figure in figures.items()]
     if world.rank == 0:
-        print(_text(name, shape, world, times, split), flush=True)
+        print(f"{variant.dtype}, {op}: {_text(name, shape, world, times, split)}", flush=True)
         for kernel, each, launches in longest(spans, PROFILED_STEPS, 12):
             print(f"    {each:9.1f} us {launches:6.1f} x  {kernel[:110]}")
-    layer.buffer.close()
-    if on_cuda:
-        torch.cuda.empty_cache()
     return rows
 
 
@@ -162,15 +214,16 @@ class Exchange:
     ceiling_gbps: float | None
 
 
-def _record(world: World, shape: Shape, op: str, times: Times, exchange: Exchange) -> records.Record:
-    moved = exchange.remote_bytes if op in ("layer_fwd_bwd", "layer_exchange") else 0
+def _record(world: World, shape: Shape, op: str, dtype: str, times: Times, exchange: Exchange) -> records.Record:
+    moves = op.startswith("layer_fwd_bwd") or op.endswith("_exchange")
+    moved = exchange.remote_bytes if moves else 0
     return records.Record(
         op=op if exchange.is_marked else op.replace("layer", "layer_shared", 1),
         system="moe_ep",
         backend=exchange.backend,
         transport="collectives" if exchange.backend == "torch" else "sm",
         layout="expert_major",
-        dtype=_dtype_name(world),
+        dtype=dtype,
         world=world.size,
         nodes=1,
         gpus=world.gpus,
@@ -221,6 +274,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of ranks, one after the other")
     parser.add_argument("--backend", default=None, help="of the layer (default: torch on cpu, intranode on cuda)")
     parser.add_argument("--comm-sms", type=int, default=None, help="SM budget of the exchange")
+    parser.add_argument("--fp8", choices=["blockwise", "current", "delayed"], help="a second layer with this recipe")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--out", type=Path, help="write one JSON line a row to this file")
     parser.add_argument("--append", action="store_true", help="keep what the file already holds")
@@ -232,7 +286,7 @@ def main() -> None:
     for size, shapes in (
         together if under_torchrun() else [(w, (name,)) for w, name in product(args.worlds, args.shapes)]
     ):
-        settings = Settings(shapes, backend, args.comm_sms, args.iterations, args.out, append)
+        settings = Settings(shapes, backend, args.comm_sms, args.iterations, args.fp8, args.out, append)
         run(measure, size, args.device, settings)
         append = True
 

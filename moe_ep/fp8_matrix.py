@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,11 +43,13 @@ class Fp8Matrix:
         data: [N, K] float8_e4m3fn or float8_e5m2, contiguous.
         scales: float32, contiguous, laid out as the module's docstring says.
         scaling: what one scale is for.
+        memo: what a GEMM wants to remember about it.
     """
 
     data: Tensor
     scales: Tensor
     scaling: Scaling
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def dequantize(self) -> Tensor:
         """[N, K] float32, every element times its scale."""

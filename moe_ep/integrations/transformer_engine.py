@@ -61,6 +61,7 @@ class TransformerEngine:
         kinds = self._extension.DType
         self._kinds = {torch.float8_e4m3fn: kinds.kFloat8E4M3, torch.float8_e5m2: kinds.kFloat8E5M2}
         self._options = self._gemm_options()
+        self._takes_params = "quantization_params" in inspect.signature(self._gemm).parameters  # from 2.12
         self._block_options = self._storage_options(self._block_storage)
         self._tensor_options = self._storage_options(self._tensor_storage)
 
@@ -89,7 +90,7 @@ class TransformerEngine:
         if not outs:
             return
         options = dict(self._options)
-        if "quantization_params" in inspect.signature(self._gemm).parameters:  # from 2.12
+        if self._takes_params:
             options["quantization_params"] = [None] * len(outs)
         self._gemm(
             [self._storage(matrix) for matrix in a],
@@ -101,7 +102,12 @@ class TransformerEngine:
         )
 
     def _storage(self, matrix: Fp8Matrix) -> Any:
-        """The matrix as Transformer Engine's record of it, over the same memory."""
+        """The matrix as Transformer Engine's record of it, over the same memory; kept, since weights come again."""
+        if "te" not in matrix.memo:
+            matrix.memo["te"] = self._make_storage(matrix)
+        return matrix.memo["te"]
+
+    def _make_storage(self, matrix: Fp8Matrix) -> Any:
         data, kind = matrix.data.view(torch.uint8), self._kinds[matrix.data.dtype]
         if matrix.scaling == "tensor":
             return self._tensor_storage(

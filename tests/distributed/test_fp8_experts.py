@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_ep
-from moe_ep.config import FP8Config, MoEConfig, RouterConfig
+from moe_ep.config import EPConfig, FP8Config, MoEConfig, RouterConfig
 from moe_ep.fp8_matrix import Fp8Matrix
 from moe_ep.layers.fp8_gemm import PlainGemm
 from tests.compare import assert_same_bits
@@ -26,13 +26,14 @@ HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 256, 192, 6, 2, 40
 NAMES = ("y", "dx", "dw", "gate_up", "down")
 
 
-def fp8_config(**fp8: Any) -> MoEConfig:
+def fp8_config(backend: str = "auto", **fp8: Any) -> MoEConfig:
     return MoEConfig(
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN,
         num_experts=EXPERTS,
         router=RouterConfig(topk=TOPK, normalize=True),
         init_std=0.05,
+        ep=EPConfig.model_validate({"backend": backend}),
         fp8=FP8Config(**{"recipe": "blockwise", "gemm": "plain", **fp8}),
     )
 
@@ -56,10 +57,13 @@ def share(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return x[mine], idx[mine], weights[mine], dy[mine]
 
 
-def functional(group: dist.ProcessGroup, dtype: torch.dtype, **fp8: Any) -> dict[str, Tensor]:
+def functional(
+    group: dist.ProcessGroup, dtype: torch.dtype, fp8: dict[str, Any], device: str = "cpu"
+) -> dict[str, Tensor]:
     """One forward and backward of dispatch_fp8, experts and combine; weights' gradients by global expert id."""
-    layer = make_layer(group, dtype, **fp8)
-    x, idx, weights, dy = share(group, dtype)
+    backend = "intranode" if device == "cuda" and dist.get_world_size(group) > 1 else "auto"
+    layer = make_layer(group, dtype, backend=backend, **fp8).to(device)
+    x, idx, weights, dy = (tensor.to(device) for tensor in share(group, dtype))
     x, weights = x.requires_grad_(), weights.requires_grad_()
     assert layer.experts.fp8 is not None
     cast = layer.experts.fp8.recipe.payload
@@ -112,7 +116,7 @@ def oracle(dtype: torch.dtype, power_of_two: bool) -> dict[str, Tensor]:
 def test_values_are_those_of_the_quantised_inputs_and_gradients_close_to_them(
     ranks: Pools, world: int, dtype: torch.dtype, power_of_two: bool
 ) -> None:
-    by_rank = ranks.run(_functional, world, dtype, {"power_of_two_scales": power_of_two})
+    by_rank = ranks.run(functional, world, dtype, {"power_of_two_scales": power_of_two})
     found, expected = gathered(by_rank), oracle(dtype, power_of_two)
     errors = {name: relative_error(found[name], expected[name]) for name in NAMES}
     assert errors["y"] <= 2e-2, errors
@@ -129,14 +133,10 @@ def test_values_are_those_of_the_quantised_inputs_and_gradients_close_to_them(
     assert padded.tolist() == [-(-count // 16) * 16 for count in real.tolist()]
 
 
-def _functional(group: dist.ProcessGroup, dtype: torch.dtype, fp8: dict[str, Any]) -> dict[str, Tensor]:
-    return functional(group, dtype, **fp8)
-
-
 @pytest.mark.parametrize("recipe", ["blockwise", "current", "delayed"])
 def test_results_do_not_depend_on_the_number_of_ranks(ranks: Pools, recipe: str) -> None:
     """Rows, and with them y and dx, are the same; per-tensor gradients have a scale a rank."""
-    one, three = (gathered(ranks.run(_functional, w, torch.float32, {"recipe": recipe})) for w in (1, 3))
+    one, three = (gathered(ranks.run(functional, w, torch.float32, {"recipe": recipe})) for w in (1, 3))
     for name in NAMES:
         error = relative_error(three[name], one[name])
         assert error <= (1e-5 if recipe == "blockwise" else 8e-2), (name, error)
@@ -153,7 +153,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(ranks: Pools, recipe: str)
 )
 def test_every_setting_stays_near_the_oracle(ranks: Pools, fp8: dict[str, Any]) -> None:
     """The oracle has blocks, the per-tensor recipes do not; their gradients are e5m2, which has one bit less."""
-    found = gathered(ranks.run(_functional, 2, torch.bfloat16, fp8))
+    found = gathered(ranks.run(functional, 2, torch.bfloat16, fp8))
     expected = oracle(torch.bfloat16, True)
     errors = {name: relative_error(found[name], expected[name]) for name in NAMES}
     forward, backward = (2e-2, 5e-2) if "recipe" not in fp8 else (1e-1, 1.2e-1)
@@ -305,7 +305,7 @@ def test_the_layer_trains_as_it_does_without_fp8(ranks: Pools, with_recompute: b
     assert plain[-1] < 0.7 * plain[0]
     for fp8 in ({}, {"recipe": "current"}, {"recipe": "delayed"}, {"dispatch": False}, {"grad_dispatch": True}):
         losses = ranks.run(_trained, 2, fp8, with_recompute)[0]
-        assert losses[-1] == pytest.approx(plain[-1], rel=3e-2), (fp8, losses[-1], plain[-1])
+        assert losses[-1] == pytest.approx(plain[-1], abs=2e-2 * plain[0]), (fp8, losses[-1], plain[-1])
 
 
 def _idle(group: dist.ProcessGroup) -> None:
