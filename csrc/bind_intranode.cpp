@@ -152,11 +152,12 @@ struct Route {
   const int32_t* geometry;
 };
 
-Route make_route(const std::string& header, int num_match, int64_t num_tokens, int64_t num_rows,
+Route make_route(const std::string& header, int num_match, int64_t uid, int64_t num_tokens, int64_t num_rows,
                  int64_t num_compact_rows, int num_topk, int num_local, bool expert_major, uintptr_t recv_token,
                  uintptr_t pair_row, uintptr_t token_row, uintptr_t slot_rank, uintptr_t geometry) {
   Route route;
   read_header(header, route.header);
+  route.header[kHandleWord] = uid;
   route.num_match = num_match;
   route.num_tokens = num_tokens;
   route.num_rows = num_rows;
@@ -322,12 +323,10 @@ py::tuple answer(Exchange& exchange) {
                         record.bad_id, record.x_needs_grad, record.weights_need_grad);
 }
 
-// (tokens of each rank, rows from each to each, pairs from each, counts of the local experts, the same rounded up to
-// `alignment`) of the newest plan.
-py::tuple counts(Exchange& exchange, int size, int num_local, int64_t alignment) {
+// (tokens of each rank, rows from each to each, pairs from each) of the newest plan.
+py::tuple counts(Exchange& exchange, int size) {
   HostRecord& record = exchange.record();
   py::tuple tokens(size), rows(size * size), pairs(size);
-  py::list experts(num_local), padded(num_local);
   for (int i = 0; i < size; ++i) {
     tokens[i] = record.rank_tokens[i];
     pairs[i] = record.recv_pairs[i];
@@ -335,11 +334,19 @@ py::tuple counts(Exchange& exchange, int size, int num_local, int64_t alignment)
       rows[i * size + j] = record.rank_rows[i][j];
     }
   }
+  return py::make_tuple(tokens, rows, pairs);
+}
+
+// (rows of the local experts, the same rounded up to `alignment`) of the newest plan.
+py::tuple expert_counts(Exchange& exchange, int num_local, int64_t alignment) {
+  HostRecord& record = exchange.record();
+  py::list real(num_local), padded(num_local);
   for (int i = 0; i < num_local; ++i) {
-    experts[i] = record.expert_counts[i];
-    padded[i] = (record.expert_counts[i] + alignment - 1) / alignment * alignment;
+    const int64_t count = record.expert_counts[i];
+    real[i] = count;
+    padded[i] = (count + alignment - 1) / alignment * alignment;
   }
-  return py::make_tuple(tokens, rows, pairs, experts, padded);
+  return py::make_tuple(real, padded);
 }
 
 // kHeaderWords int64 of each rank, of the newest call that was refused.
@@ -399,10 +406,10 @@ void bind_intranode(py::module_& module) {
            py::arg("expert_offsets"));
 
   py::class_<Route>(module, "Route")
-      .def(py::init(&make_route), py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("num_tokens"),
-           py::arg("num_rows"), py::arg("num_compact_rows"), py::arg("num_topk"), py::arg("num_local"),
-           py::arg("expert_major"), py::arg("recv_token"), py::arg("pair_row"), py::arg("token_row"),
-           py::arg("slot_rank"), py::arg("geometry"));
+      .def(py::init(&make_route), py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("uid"),
+           py::arg("num_tokens"), py::arg("num_rows"), py::arg("num_compact_rows"), py::arg("num_topk"),
+           py::arg("num_local"), py::arg("expert_major"), py::arg("recv_token"), py::arg("pair_row"),
+           py::arg("token_row"), py::arg("slot_rank"), py::arg("geometry"));
 
   py::class_<Exchange>(module, "Exchange")
       .def(py::init<int, int, double>(), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("timeout_secs"))
@@ -423,7 +430,8 @@ void bind_intranode(py::module_& module) {
           py::arg("stream"), py::arg("bulk_copies"))
       .def("wait_answer", &Exchange::wait_answer, no_gil, py::arg("question"), py::arg("limit_secs"))
       .def("answer", &answer)
-      .def("counts", &counts, py::arg("size"), py::arg("num_local"), py::arg("alignment"))
+      .def("counts", &counts, py::arg("size"))
+      .def("expert_counts", &expert_counts, py::arg("num_local"), py::arg("alignment"))
       .def("headers", &headers, py::arg("size"))
       .def("has_fault", &has_fault)
       .def("take_faults", &take_faults)

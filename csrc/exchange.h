@@ -24,6 +24,7 @@ constexpr int kNumFlags = kMaxChunks * kCombineParts;
 // here are set or read by number; moe_ep/backends/node_header.py packs them all, and a test compares the numbers.
 constexpr int kHeaderWords = 32;
 constexpr int kOperationWord = 0;
+constexpr int kHandleWord = 2;
 constexpr int kHiddenWord = 3;
 constexpr int kDtypeWord = 6;
 constexpr int kWeightsDtypeWord = 7;

@@ -211,8 +211,8 @@ class NormalMode(ABC):
             if handle is not None:
                 backend.open_dispatch(handle, rows)
                 return _move(backend, handle, rows, scales), None, None, None, None, event.end()
-            plan = backend.plan(request)
-            received = _move(backend, plan.handle, rows, scales)
+            plan, recv_rows, recv_scales = backend.plan_and_dispatch(request, scales)
+            received = recv_rows if recv_scales is None else (recv_rows, recv_scales)
             if topk_idx is not None:
                 counts = plan.tokens_per_expert or []
                 return received, plan.row_idx, plan.row_weights, counts, plan.handle, event.end()

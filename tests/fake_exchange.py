@@ -31,7 +31,8 @@ from moe_ep.backends.header import ERRORS
 from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
 
 PAGE_BYTES = 2 << 20
-OPERATION_WORD, HIDDEN_WORD, DTYPE_WORD, WEIGHTS_DTYPE_WORD, EXACT_WORD = 0, 3, 6, 7, 10  # csrc/exchange.h
+OPERATION_WORD, HANDLE_WORD, HIDDEN_WORD, DTYPE_WORD = 0, 2, 3, 6  # csrc/exchange.h
+WEIGHTS_DTYPE_WORD, EXACT_WORD = 7, 10
 PLACES_WORD, FIRST_OFFSET_WORD = 20, 26
 Result = TypeVar("Result")
 Fault = tuple[str, list[int]]
@@ -249,7 +250,7 @@ class FakeExchange:
         launches: every kernel that was started.
         faults: the mapped record, as `take_faults` gives it; a timeout stays in it.
         plan_rows: (S, R) of the next plan.
-        plan_counts: what `counts` returns.
+        plan_counts: tokens of each rank, rows from each to each, pairs from each, rows of each local expert.
         bad: (slot, id) of an id that is none, as a plan reports it.
         is_stuck: the device begins nothing.
         is_full: there is no memory for another segment.
@@ -358,10 +359,15 @@ class FakeExchange:
         wishes = [max((row[word] for row in rows), default=0) for word in (29, 30)]
         return self._verdict, self._asked[1], *self.plan_rows, *self.bad, wishes[0], wishes[1]
 
-    def counts(self, size: int, num_local: int, alignment: int) -> Counts:
-        tokens, rows, pairs, experts = self.plan_counts
-        assert (len(tokens), len(rows), len(pairs), len(experts)) == (size, size * size, size, num_local)
-        return tokens, rows, pairs, list(experts), [-(-count // alignment) * alignment for count in experts]
+    def counts(self, size: int) -> Counts:
+        tokens, rows, pairs, _ = self.plan_counts
+        assert (len(tokens), len(rows), len(pairs)) == (size, size * size, size)
+        return tokens, rows, pairs
+
+    def expert_counts(self, num_local: int, alignment: int) -> tuple[list[int], list[int]]:
+        experts = self.plan_counts[3]
+        assert len(experts) == num_local
+        return list(experts), [-(-count // alignment) * alignment for count in experts]
 
     def headers(self, size: int) -> bytes:
         return b"".join(self.node.headers[self._asked][rank] for rank in range(size))
@@ -427,6 +433,7 @@ class FakeExchange:
         """The arguments of a call along a route, with what the route says and the header that csrc makes of both."""
         route = dict(vars(named["route"]))
         words = list(struct.unpack("32q", route.pop("header")))
+        words[HANDLE_WORD] = route["uid"]
         words[OPERATION_WORD], words[HIDDEN_WORD] = named["operation"], named["hidden"]
         words[DTYPE_WORD], words[WEIGHTS_DTYPE_WORD] = named["dtype_number"], named.get("weights_dtype", -1)
         words[EXACT_WORD], words[NEED_WORD] = named.get("exact", False), named["need_bytes"]

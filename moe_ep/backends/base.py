@@ -91,6 +91,14 @@ class Backend(Protocol):
             EPTimeoutError: a rank did not come.
         """
 
+    def plan_and_dispatch(
+        self, request: DispatchRequest, scales: Tensor | None
+    ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
+        """`plan`, and the rows of the request along it, as soon as they can start: rows [R, H] and scales [R, n].
+
+        As `dispatch` moves them, and with `scales` as `dispatch_scaled` does.
+        """
+
     def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
         """Opens a dispatch along a handle: headers only, nothing is counted."""
 

@@ -20,12 +20,12 @@ from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import pack
 from moe_ep.backends.node_route import Route, route_of
 from moe_ep.backends.node_rows import aligned, kind_of, native_rows, round_up
-from moe_ep.backends.plan_tensors import Known, PlanTensors
+from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.ordered_sum import accumulation_dtype
-from moe_ep.placement import ExpertPlacement, fingerprint_of
+from moe_ep.placement import ExpertPlacement
 
 _NUMBER_OF = {operation: number for number, operation in enumerate(OPERATIONS)}
 _COMBINE = _NUMBER_OF["combine"]
@@ -46,40 +46,54 @@ class IntranodeBackend(NodeCalls):
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
+        tensors, uid = self._lay_out(request)
+        return tensors.plan(tensors.handle(tensors.route(uid), joins=request.grad_enabled), self._exchange)
+
+    def plan_and_dispatch(
+        self, request: DispatchRequest, scales: Tensor | None
+    ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
+        tensors, uid = self._lay_out(request)
+        route = tensors.route(uid)
+        # The device waits for the rows' kernel by now: what is for the caller alone comes behind it.
+        rows, row_scales, _ = self._move_along(route, "cached dispatch", request.x, scales)
+        return tensors.plan(tensors.handle(route, joins=request.grad_enabled), self._exchange), rows, row_scales
+
+    def _lay_out(self, request: DispatchRequest) -> tuple[PlanTensors, int]:
+        """Starts both kernels of a plan; its tensors, and the uid of the handle, the same on all ranks."""
+        waits = request.max_rows is None
         self._check_device("dispatch", request.x)
         self._check_experts(request.placement)
-        if request.max_rows is None:
+        if waits:
             self._must_not_capture("dispatch")
         tensors = PlanTensors(self._kernels, request, self.ranks, self.rank)
         header = _plan_header(request, tensors.published_bytes)
-        if request.max_rows is None:
-            return self._plan_with_counts(request, tensors, header)
-        tensors.allocate(request.max_rows, None)  # before the streams part: PyTorch may fill what is empty (case T01)
+        if waits:
+            # The device says which call it was.
+            return tensors, self._memory.fingerprint + 2 * self._fill_with_counts(request, tensors, header)
+        tensors.allocate(request.max_rows or 0, None)
         self._num_calls += 1
         self._count(tensors, header, 0)
         self._fill(tensors, header)
-        # No rank knows the number of the call; ranks that make the same calls count them alike.
-        uid = fingerprint_of(self._memory.name, self._memory.generation, "call", self._num_calls)
-        return tensors.plan(tensors.handle(request, uid, joins=request.grad_enabled))
+        # No host knows which call it was; but ranks that make the same calls count them alike.
+        return tensors, self._memory.fingerprint + 2 * self._num_calls + 1
 
-    def _plan_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> DispatchPlan:
+    def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> int:
+        """Both kernels of a plan with the host's wait between them; the number of the call."""
         while True:
             self._num_calls += 1
             question = next(self._questions)
             self._count(tensors, header, question)
-            tensors.allocate_ahead()
             if self._ask("dispatch", question, request) == GO:
                 break
             self._grow()
-        known: Known = tensors.read(self._exchange)
+        known = tensors.read(self._exchange)
         try:
             tensors.allocate(known.num_rows, known)
             self._fill(tensors, header)
         except Exception:  # the peers wait for the end of a call that they hold for made
             self._launch("dispatch", (), self._exchange.done_only, header)
             raise
-        uid = fingerprint_of(self._memory.name, self._memory.generation, "epoch", known.epoch)
-        return tensors.plan(tensors.handle(request, uid, joins=False))
+        return known.epoch
 
     def _count(self, tensors: PlanTensors, header: bytes, question: int) -> None:
         launch = self._exchange.plan_count
@@ -103,24 +117,24 @@ class IntranodeBackend(NodeCalls):
         return wanted
 
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
-        return self._move("cached dispatch", handle, x)[0]
+        return self._move_along(route_of(handle, self._kernels), "cached dispatch", x)[0]
 
     def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        rows, received_scales, _ = self._move("cached dispatch", handle, x, scales=scales)
+        route = route_of(handle, self._kernels)
+        rows, received_scales, _ = self._move_along(route, "cached dispatch", x, scales)
         assert received_scales is not None
         return rows, received_scales
 
-    def _move(
+    def _move_along(
         self,
+        route: Route,
         operation: str,
-        handle: DispatchHandle,
         x: Tensor,
         scales: Tensor | None = None,
         made_rows: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rows along the handle, with their scales; or times `weights`, with the weights' gradient for `made_rows`."""
-        route = route_of(handle, self._kernels)
+        """Rows along a plan, with their scales; or times `weights`, with the weights' gradient for `made_rows`."""
         given = x.shape[1]
         x = aligned(x)
         out = x.new_empty(route.num_rows, x.shape[1])
@@ -134,7 +148,7 @@ class IntranodeBackend(NodeCalls):
             rows.append(native_rows(all_scales, out_scales, True))
             row_bytes += rows[1][2]
             kinds = (x, all_scales)
-        self._make_room(handle, row_bytes, route.most_staged * row_bytes)
+        self._make_room(route, row_bytes, route.staging.most * row_bytes)
         kind = kind_of(x.dtype)
         if made_rows is not None and weights is not None:
             grad_weights = torch.empty_like(weights)
@@ -207,11 +221,14 @@ class IntranodeBackend(NodeCalls):
         weights_number = -1 if weights is None else dtype_number(weights.dtype)
         weights = _as_factors(weights, rows.dtype)
         row_bytes = _row_bytes(rows)
-        most_bytes, own_bytes, offsets = route.most_staged * row_bytes, route.num_for_peers * row_bytes, (0, 0)
+        staging = route.staging
+        most_bytes, own_bytes, offsets = staging.most * row_bytes, staging.for_peers * row_bytes, (0, 0)
         if exact:
-            most_bytes = max(most_bytes, route.most_exact * (row_bytes + 12) + 1024)
             own_bytes, offsets = _exact_parts(route, row_bytes)
-        self._make_room(handle, row_bytes, most_bytes)
+        if exact and staging.most_compact:  # no rank has more pairs than slots in the tokens it receives
+            most_rows = staging.most_compact * route.num_topk + handle.num_experts * handle.alignment
+            most_bytes = max(most_bytes, most_rows * (row_bytes + 12) + 1024)
+        self._make_room(route, row_bytes, most_bytes)
         y = rows.new_empty(route.num_tokens, rows.shape[1])
         kind = kind_of(rows.dtype)
         self._num_calls += 1
@@ -250,8 +267,8 @@ class IntranodeBackend(NodeCalls):
         numbers = numbers.contiguous()
         num_compact = numbers.shape[0] if route.is_compact else route.num_compact
         row_bytes = route.num_topk * numbers.element_size()
-        most_rows = max(route.most_staged, route.most_compact)  # the own rows lie there too
-        self._make_room(handle, row_bytes, most_rows * row_bytes)
+        most_rows = max(route.staging.most, route.staging.most_compact)  # the own rows lie there too
+        self._make_room(route, row_bytes, most_rows * row_bytes)
         out = numbers.new_empty(route.num_tokens, route.num_topk)
         kind = kind_of(numbers.dtype)
         self._num_calls += 1
@@ -277,7 +294,8 @@ class IntranodeBackend(NodeCalls):
     ) -> tuple[Tensor, Tensor | None]:
         rows = None if rows is None else aligned(rows).contiguous()
         factors = _as_factors(weights, grad_y.dtype)
-        grad_rows, _, grad_weights = self._move("combine backward", handle, grad_y, None, rows, factors)
+        route = route_of(handle, self._kernels)
+        grad_rows, _, grad_weights = self._move_along(route, "combine backward", grad_y, None, rows, factors)
         return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
 
     # -- the group --------------------------------------------------------------------------------------------------
@@ -360,10 +378,10 @@ class IntranodeBackend(NodeCalls):
             )
             self.refuse("dispatch", error)
 
-    def _make_room(self, handle: DispatchHandle, row_bytes: int, most_bytes: int) -> None:
+    def _make_room(self, route: Route, row_bytes: int, most_bytes: int) -> None:
         """Grows the segments where the rank with the most rows needs more: all ranks work out the same need."""
         if most_bytes > self._exchange.slot_bytes:
-            self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=handle.uid), most_bytes)
+            self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=route.uid), most_bytes)
 
 
 def _plan_header(request: DispatchRequest, published_bytes: int) -> bytes:

@@ -22,6 +22,7 @@ from moe_ep._native import NativeKernels, load
 from moe_ep._native_exchange import NativeExchange
 from moe_ep.backends.meeting import STORE_KEEPER, STORE_SECS, meet, name_ranks, within
 from moe_ep.errors import EPTimeoutError
+from moe_ep.placement import fingerprint_of
 
 _POLL_SECS = 0.0005
 _UNIT_BYTES = 8 << 20  # segments grow in such steps
@@ -143,6 +144,11 @@ class NodeMemory:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait, on the host and on the device.
         slot_bytes: what each of the two slots of a segment holds at first.
+
+    Attributes:
+        name: of this memory among those of the group.
+        generation: how often it was begun anew.
+        fingerprint: of both, the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, slot_bytes: int) -> None:
@@ -268,6 +274,7 @@ class NodeMemory:
     def _begin(self, generation: int) -> None:
         self.exchange.begin_generation(generation)
         self.generation = generation
+        self.fingerprint = fingerprint_of(self.name, generation)
 
     def _share(self, name: str, export: Callable[[], bytes], opens: Callable[[int, bytes], None]) -> list[int]:
         """Opens every peer's exported memory; returns the generations of all ranks."""

@@ -1,87 +1,138 @@
-"""A handle as the calls inside a node need it: worked out once, and kept with the handle.
-
-Staging, by rank: in a dispatch a slot holds the T rows of its rank, in a combine the compact rows for the peers, where
-numbers travel the own ones too, in an exact combine all rows handed out.
-"""
+"""What the calls along one handle inside a node share: worked out once, and kept with the handle."""
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
 
 from moe_ep._native_exchange import ExchangeKernels, NativeRoute
 from moe_ep.backends.header import NUM_MATCH_WORDS, Header
 from moe_ep.backends.kernel_view import kernel_view
 from moe_ep.backends.node_header import pack
-from moe_ep.handle import LAYOUTS, DispatchHandle
+from moe_ep.handle import LAYOUTS, DispatchHandle, Layout
 
-_NAME = "intranode"
+NAME = "intranode"  # under which a handle keeps its route
+
+
+class Staging(NamedTuple):
+    """Rows that lie in the slots of the ranks.
+
+    A dispatch puts the T rows of its rank into a slot, a combine the compact rows for the peers; numbers that go home
+    lie there with the rank's own.
+
+    Attributes:
+        for_peers: compact rows for the peers, on this rank.
+        most: of a dispatch or a combine, on the rank that has the most.
+        most_compact: compact rows on the rank that has the most.
+    """
+
+    for_peers: int
+    most: int
+    most_compact: int
+
+
+def staging_of(rank_tokens: tuple[int, ...], rank_rows: tuple[int, ...], rank: int) -> Staging:
+    """From T of every rank, and the compact rows from rank i to rank j at [i * W + j]."""
+    world = len(rank_tokens)
+    compact = [sum(rank_rows[peer::world]) for peer in range(world)]
+    for_peers = [compact[peer] - rank_rows[peer * world + peer] for peer in range(world)]
+    return Staging(for_peers[rank], max(*for_peers, *rank_tokens), max(compact))
+
+
+class RouteTensors(NamedTuple):
+    """As `DispatchHandle` has them."""
+
+    recv_token: Tensor
+    pair_row: Tensor
+    token_row: Tensor
+    slot_rank: Tensor
+    geometry: Tensor
 
 
 class Route:
-    """What does not change between the calls along a handle.
+    """The calls' share.
 
     Attributes:
-        native: for csrc: the words of the header that all its calls share, sizes, addresses.
-        tensors: what the addresses belong to.
-        num_rows, num_tokens, num_topk: R, T, K.
-        is_compact: whether the rows handed out are the compact ones.
-        num_compact: S, or as many as there is room for, where only the device knows S.
-        num_for_peers: compact rows that a combine puts into this rank's slot.
-        most_staged: rows of a dispatch or combine in the slot that holds the most of all ranks; 0 where only the
-            device knows.
-        most_compact: the same for the compact rows of a rank.
-        most_exact: the same for the rows of an exact combine.
+        native: for csrc.
+        uid: of the handle.
+        tensors: what `native` has the addresses of.
+        num_tokens, num_topk, num_rows, num_compact: T, K, R, S (or as many as there is room for).
+        is_compact: the layout.
+        staging: 0 rows at most, where only the device knows the counts: such calls make no room.
     """
 
-    def __init__(self, handle: DispatchHandle, kernels: ExchangeKernels) -> None:
-        world, rank = len(handle.ranks), handle.rank
-        no_experts = kernels.geometry_length(world, 0)
-        if handle.geometry.numel():
-            num_local = (handle.geometry.numel() - no_experts) // 2  # read off the length
-        else:
-            num_local = handle.num_experts  # any number will do where the view has to be made
-            handle = kernel_view(handle, kernels, num_local)
-        self.num_rows, self.num_tokens, self.num_topk = handle.num_rows, handle.num_tokens, handle.num_topk
-        self.is_compact = handle.layout == "compact"
-        if handle.is_known:
-            received = [sum(handle.rank_rows[peer::world]) for peer in range(world)]
-            for_peers = [received[peer] - handle.rank_rows[peer * world + peer] for peer in range(world)]
-            self.num_compact, self.num_for_peers = received[rank], for_peers[rank]
-            self.most_staged = max(*for_peers, *handle.rank_tokens)
-            self.most_compact = max(received)
-            # No rank has more pairs than slots in the tokens it receives.
-            self.most_exact = self.most_compact * handle.num_topk + handle.num_experts * handle.alignment
-        else:
-            self.num_compact = self.num_for_peers = handle.recv_token.shape[0]
-            self.most_staged = self.most_compact = self.most_exact = 0
-        self.tensors = (handle.recv_token, handle.pair_row, handle.token_row, handle.slot_rank, handle.geometry)
+    def __init__(
+        self,
+        kernels: ExchangeKernels,
+        header: bytes,
+        uid: int,
+        tensors: RouteTensors,
+        num_topk: int,
+        num_local: int,
+        num_rows: int,
+        is_compact: bool,
+        staging: Staging | None,
+    ) -> None:
+        recv_token, pair_row, token_row, slot_rank, geometry = tensors
+        self.uid, self.tensors = uid, tensors
+        self.num_tokens, self.num_topk, self.num_rows = token_row.shape[0], num_topk, num_rows
+        self.num_compact, self.is_compact = recv_token.shape[0], is_compact
+        self.staging = Staging(self.num_compact, 0, 0) if staging is None else staging
         self.native: NativeRoute = kernels.Route(
-            header=pack(
-                Header(
-                    handle=handle.uid,
-                    num_topk=handle.num_topk,
-                    num_experts=handle.num_experts,
-                    layout=LAYOUTS.index(handle.layout),
-                    alignment=handle.alignment,
-                    placement=handle.placement,
-                )
-            ),
+            header=header,
             num_match=NUM_MATCH_WORDS,
-            num_tokens=handle.num_tokens,
-            num_rows=handle.num_rows,
+            uid=uid,
+            num_tokens=self.num_tokens,
+            num_rows=num_rows,
             num_compact_rows=self.num_compact,
-            num_topk=handle.num_topk,
+            num_topk=num_topk,
             num_local=num_local,
-            expert_major=not self.is_compact,
-            recv_token=handle.recv_token.data_ptr(),
-            pair_row=handle.pair_row.data_ptr(),
-            token_row=handle.token_row.data_ptr(),
-            slot_rank=handle.slot_rank.data_ptr(),
-            geometry=handle.geometry.data_ptr(),
+            expert_major=not is_compact,
+            recv_token=recv_token.data_ptr(),
+            pair_row=pair_row.data_ptr(),
+            token_row=token_row.data_ptr(),
+            slot_rank=slot_rank.data_ptr(),
+            geometry=geometry.data_ptr(),
         )
+
+
+@functools.lru_cache(maxsize=64)
+def shared_header(num_topk: int, num_experts: int, layout: Layout, alignment: int, placement: int) -> bytes:
+    """The header that calls along a handle begin with; csrc adds the uid and what each of them says besides."""
+    header = Header(
+        num_topk=num_topk,
+        num_experts=num_experts,
+        layout=LAYOUTS.index(layout),
+        alignment=alignment,
+        placement=placement,
+    )
+    return pack(header)
 
 
 def route_of(handle: DispatchHandle, kernels: ExchangeKernels) -> Route:
     """The route of a handle. The host waits where it has to be made of another backend's handle."""
-    route: Route | None = handle.prepared.get(_NAME)
+    route: Route | None = handle.prepared.get(NAME)
     if route is None:
-        route = handle.prepared[_NAME] = Route(handle, kernels)
+        route = handle.prepared[NAME] = _made_of(handle, kernels)
     return route
+
+
+def _made_of(handle: DispatchHandle, kernels: ExchangeKernels) -> Route:
+    if handle.geometry.numel():
+        num_local = (handle.geometry.numel() - kernels.geometry_length(len(handle.ranks), 0)) // 2
+    else:
+        num_local = handle.num_experts  # any number will do where the view has to be made
+        handle = kernel_view(handle, kernels, num_local)
+    return Route(
+        kernels,
+        shared_header(handle.num_topk, handle.num_experts, handle.layout, handle.alignment, handle.placement),
+        handle.uid,
+        RouteTensors(handle.recv_token, handle.pair_row, handle.token_row, handle.slot_rank, handle.geometry),
+        handle.num_topk,
+        num_local,
+        handle.num_rows,
+        handle.layout == "compact",
+        staging_of(handle.rank_tokens, handle.rank_rows, handle.rank) if handle.is_known else None,
+    )

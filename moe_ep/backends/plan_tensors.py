@@ -1,15 +1,14 @@
-"""The tensors of a plan that the kernels make, and the handle out of them."""
+"""The tensors of a plan that the kernels make, and the route and the handle out of them."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from moe_ep._native_exchange import ExchangeKernels, NativeExchange
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
+from moe_ep.backends.node_route import NAME, Route, RouteTensors, shared_header, staging_of
 from moe_ep.handle import DispatchHandle
 
 
@@ -24,26 +23,34 @@ class Known(NamedTuple):
     rank_tokens: tuple[int, ...]
     rank_rows: tuple[int, ...]
     recv_pairs: tuple[int, ...]
-    expert_counts: list[int]
-    padded_counts: list[int]
 
 
 class PlanTensors:
-    """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all."""
+    """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all.
+
+    What no count decides is there from the start: behind the host's wait every allocation keeps the device waiting.
+    """
 
     def __init__(self, kernels: ExchangeKernels, request: DispatchRequest, ranks: tuple[int, ...], rank: int) -> None:
-        self._request, self._ranks, self._rank = request, ranks, rank
+        self._kernels, self._request, self._ranks, self._rank = kernels, request, ranks, rank
         ids, weights, world = request.topk_idx, request.topk_weights, len(ranks)
+        placement = request.placement
         num_tokens, num_topk = ids.shape
-        self._owner, self._local = request.placement.kernel_tables(ids.device)
-        self._num_local = len(request.placement.experts_of(rank))
-        columns = self._num_local + world
+        self._is_compact = request.layout == "compact"
+        self._owner, self._local = placement.kernel_tables(ids.device)
+        self._num_local = len(placement.experts_of(rank))
         num_chunks, int32 = world * kernels.max_chunks, torch.int32
-        self._chunk_counts = ids.new_empty(num_chunks, columns, dtype=int32)
+        self._chunk_counts = ids.new_empty(num_chunks, self._num_local + world, dtype=int32)
         self._geometry = ids.new_empty(kernels.geometry_length(world, self._num_local), dtype=int32)
         self._expert_counts = ids.new_empty(self._num_local, dtype=int32)
         self._expert_offsets = ids.new_empty(self._num_local + 1, dtype=int32)
-        self._token_row: Tensor | None = None
+        self._slot_rank = ids.new_empty(num_tokens, num_topk, dtype=torch.int64)
+        self._token_row = ids.new_empty(num_tokens, world, dtype=int32)
+        self._pair_row = ids.new_empty(0, num_topk, dtype=int32)  # both stay so in compact
+        self._row_pair = ids.new_empty(0, dtype=torch.int64)
+        self._shared_header = shared_header(
+            num_topk, placement.num_experts, request.layout, request.alignment, placement.fingerprint
+        )
         weight_bytes = 0 if weights is None else weights.element_size()
         self.published_bytes = num_tokens * num_topk * (4 + weight_bytes) + 256
         self.native = kernels.PlanInput(
@@ -57,12 +64,12 @@ class PlanTensors:
             weight_stride_slot=0 if weights is None else weights.stride(1),
             num_tokens=num_tokens,
             num_topk=num_topk,
-            num_experts=request.placement.num_experts,
+            num_experts=placement.num_experts,
             num_local=self._num_local,
             owner=self._owner.data_ptr(),
             local_idx=self._local.data_ptr(),
             alignment=request.alignment,
-            expert_major=request.layout == "expert_major",
+            expert_major=not self._is_compact,
             max_rows=-1 if request.max_rows is None else request.max_rows,
             chunk_counts=self._chunk_counts.data_ptr(),
             geometry=self._geometry.data_ptr(),
@@ -71,46 +78,27 @@ class PlanTensors:
         )
 
     def read(self, exchange: NativeExchange) -> Known:
-        """The counts of the plan that was answered last."""
+        """What the next kernel has to know of the plan that was answered last."""
         _, epoch, num_compact, num_rows, _, _, x_needs_grad, weights_need_grad = exchange.answer()
-        counts = exchange.counts(len(self._ranks), self._num_local, self._request.alignment)
+        counts = exchange.counts(len(self._ranks))
         return Known(epoch, num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
 
-    def allocate_ahead(self) -> None:
-        """The outputs that no count decides, while the device counts. Where that fails, `allocate` tries again."""
-        with suppress(torch.OutOfMemoryError):
-            self._allocate_by_token()
-
-    def allocate(self, num_rows: int | None, known: Known | None) -> None:
+    def allocate(self, num_rows: int, known: Known | None) -> None:
         """Outputs for `num_rows` rows; without `known` counts there is room for as many compact rows."""
-        assert num_rows is not None
-        if self._token_row is None:
-            self._allocate_by_token()
-        request, ids, self._known = self._request, self._request.topk_idx, known
+        ids, weights, self._known = self._request.topk_idx, self._request.topk_weights, known
         num_topk = ids.shape[1]
+        num_compact = num_rows if known is None else known.num_compact_rows
         self._num_rows = num_rows
-        self._capacity = num_rows if known is None else known.num_compact_rows
-        self._recv_token = ids.new_empty(self._capacity, dtype=torch.int32)
-        num_sent = 0 if known is None else sum(self._sent(known))
-        self._send_token = ids.new_empty(num_sent, dtype=torch.int64)
-        weights = request.topk_weights
-        if request.layout == "expert_major":
-            self._row_idx = ids.new_empty(num_rows)
-            self._row_weights = None if weights is None else weights.new_empty(num_rows)
-            self._pair_row = ids.new_empty(self._capacity, num_topk, dtype=torch.int32)
-            self._row_pair = ids.new_empty(num_rows, dtype=torch.int64)
-        else:
+        self._recv_token = ids.new_empty(num_compact, dtype=torch.int32)
+        self._send_token = ids.new_empty(0 if known is None else sum(self._sent(known)), dtype=torch.int64)
+        if self._is_compact:
             self._row_idx = ids.new_empty(num_rows, num_topk)
             self._row_weights = None if weights is None else weights.new_empty(num_rows, num_topk)
-
-    def _allocate_by_token(self) -> None:
-        ids = self._request.topk_idx
-        num_tokens, num_topk = ids.shape
-        self._slot_rank = ids.new_empty(num_tokens, num_topk, dtype=torch.int64)
-        if self._request.layout == "compact":
-            self._pair_row = ids.new_empty(0, num_topk, dtype=torch.int32)
-            self._row_pair = ids.new_empty(0, dtype=torch.int64)
-        self._token_row = ids.new_empty(num_tokens, len(self._ranks), dtype=torch.int32)
+        else:
+            self._row_idx = ids.new_empty(num_rows)
+            self._row_weights = None if weights is None else weights.new_empty(num_rows)
+            self._pair_row = ids.new_empty(num_compact, num_topk, dtype=torch.int32)
+            self._row_pair = ids.new_empty(num_rows, dtype=torch.int64)
 
     def _sent(self, known: Known) -> tuple[int, ...]:
         world = len(self._ranks)
@@ -118,9 +106,8 @@ class PlanTensors:
 
     def fill_arguments(self) -> tuple[int, int, int, int, int, int, int, int, int, int]:
         """The last arguments of plan_fill."""
-        assert self._token_row is not None
         return (
-            self._capacity,
+            self._recv_token.shape[0],
             self._num_rows,
             self._row_idx.data_ptr(),
             0 if self._row_weights is None else self._row_weights.data_ptr(),
@@ -132,15 +119,29 @@ class PlanTensors:
             0 if self._known is None else self._send_token.data_ptr(),
         )
 
-    def handle(self, request: DispatchRequest, uid: int, joins: bool) -> DispatchHandle:
+    def route(self, uid: int) -> Route:
+        """All that the rows need to travel."""
+        known = self._known
+        return Route(
+            self._kernels,
+            self._shared_header,
+            uid,
+            RouteTensors(self._recv_token, self._pair_row, self._token_row, self._slot_rank, self._geometry),
+            self._request.topk_idx.shape[1],
+            self._num_local,
+            self._num_rows,
+            self._is_compact,
+            None if known is None else staging_of(known.rank_tokens, known.rank_rows, self._rank),
+        )
+
+    def handle(self, route: Route, joins: bool) -> DispatchHandle:
         """The routing; `joins`: all ranks join the backward, because nobody knows what the others want."""
-        known, world = self._known, len(self._ranks)
-        assert self._token_row is not None
+        request, known, world = self._request, self._known, len(self._ranks)
         unknown = (-1,) * world
-        return DispatchHandle(
+        handle = DispatchHandle(
             ranks=self._ranks,
             rank=self._rank,
-            uid=uid,
+            uid=route.uid,
             placement=request.placement.fingerprint,
             layout=request.layout,
             num_tokens=request.topk_idx.shape[0],
@@ -167,15 +168,20 @@ class PlanTensors:
             token_row=self._token_row,
             pair_row=self._pair_row,
         )
+        handle.prepared[NAME] = route
+        return handle
 
-    def plan(self, handle: DispatchHandle) -> DispatchPlan:
-        known = self._known
+    def plan(self, handle: DispatchHandle, exchange: NativeExchange) -> DispatchPlan:
+        """What the caller gets. No other plan has been begun on `exchange` since `read`."""
+        real = padded = None
+        if self._known is not None:
+            real, padded = exchange.expert_counts(self._num_local, self._request.alignment)
         return DispatchPlan(
             handle=handle,
             row_idx=self._row_idx,
             row_weights=self._row_weights,
-            tokens_per_expert=None if known is None else known.padded_counts,
-            real_tokens_per_expert=None if known is None else known.expert_counts,
+            tokens_per_expert=padded,
+            real_tokens_per_expert=real,
             expert_counts=self._expert_counts,
             expert_offsets=self._expert_offsets,
         )

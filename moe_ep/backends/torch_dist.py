@@ -115,6 +115,14 @@ class TorchDistBackend:
             recv_token, idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
             return finish_plan(replace(handle, recv_token=recv_token), request, idx_SK, weights_SK, self._faults)
 
+    def plan_and_dispatch(
+        self, request: DispatchRequest, scales: Tensor | None
+    ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
+        plan = self.plan(request)
+        if scales is None:
+            return plan, self.dispatch(plan.handle, request.x), None
+        return plan, *self.dispatch_scaled(plan.handle, request.x, scales)
+
     def _exchange_ids(
         self, handle: DispatchHandle, layout: SendLayout, weights_TK: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:

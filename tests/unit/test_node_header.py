@@ -22,6 +22,7 @@ MATCH = [name for name in MATCH[: MATCH.index("placement") + 1] if name != "gene
 # What csrc/bind_intranode.cpp puts over the words that all calls along a handle share.
 OF_A_CALL = {
     "operation": "kOperationWord",
+    "handle": "kHandleWord",
     "hidden": "kHiddenWord",
     "dtype": "kDtypeWord",
     "weights_dtype": "kWeightsDtypeWord",

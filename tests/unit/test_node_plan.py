@@ -138,7 +138,7 @@ def test_the_kernels_read_ids_and_weights_with_the_strides_they_have(node: FakeN
 
 def tensors_handle(tensors: PlanTensors, request: Any) -> DispatchHandle:
     tensors.allocate(request.max_rows, None)
-    return tensors.handle(request, 5, joins=True)
+    return tensors.handle(tensors.route(5), joins=True)
 
 
 def test_the_header_of_a_plan_says_what_the_call_is(node: FakeNode) -> None:
