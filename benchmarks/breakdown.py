@@ -15,7 +15,9 @@ from benchmarks.timing import Span
 
 GEMM = re.compile(r"gemm|cutlass|nvjet|cublas|xmma|wgmma|grouped_mm|matmul", re.IGNORECASE)
 OWN = re.compile(r"(void )?moe_ep")  # kernels of csrc ...
-OWN_ELEMENTWISE = re.compile(r"swiglu|gelu|topk|route|score|cast|activation|fp8_tile|fp8_pack", re.IGNORECASE)  # ... that do not exchange
+OWN_ELEMENTWISE = re.compile(
+    r"swiglu|gelu|topk|route|score|cast|activation|fp8_tile|fp8_pack", re.IGNORECASE
+)  # ... that do not exchange
 EXCHANGE = re.compile(r"nccl|deep_ep|nvshmem|symm_mem", re.IGNORECASE)
 
 
