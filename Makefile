@@ -94,6 +94,9 @@ $(STAMP): Makefile pyproject.toml setup.py $(CSRC)
 	@# Without a GPU the extension is only imported: one architecture will do, csrc-check compiles them all.
 	@if ! nvidia-smi -L > /dev/null 2>&1; then export MOE_EP_CUDA_ARCHS="$${MOE_EP_CUDA_ARCHS:-sm_90a}"; fi; \
 	PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
+	@# For the Megatron tests: pure Python for them, and without what it lists for GPUs.
+	@$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: "megatron-core>=0.16,<0.17" tqdm 2> /dev/null \
+	  || echo "No package index here offers megatron-core 0.16 for this Python: the Megatron tests will be skipped."
 	@$(BIN)/python -c 'from moe_ep import _native; print(f"Installed moe_ep {_native.describe()}.")'
 	@touch $@
 

@@ -2,10 +2,14 @@
 
 The module put in its place carries DeepEP V1's public names and no others, so that a framework that looks for more
 (`HybridEPBuffer`, `ElasticBuffer`) finds it missing, as in a DeepEP without it.
+
+A script runs so without a changed line: `torchrun ... -m moe_ep.integrations.deep_ep script.py ...`.
 """
 
 from __future__ import annotations
 
+import os
+import runpy
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -79,3 +83,26 @@ def uninstall() -> None:
 
 def _is_deep_ep(name: str) -> bool:
     return name in (_NAME, "deep_ep_cpp") or name.startswith(f"{_NAME}.")
+
+
+def run_script(arguments: list[str]) -> None:
+    """Runs a Python script as `python script.py ...` would, after `install()`.
+
+    Args:
+        arguments: the script's path and its arguments.
+
+    Raises:
+        SystemExit: no script was named, or what the script raises itself.
+    """
+    if not arguments:
+        sys.exit("Name the script to run: python -m moe_ep.integrations.deep_ep SCRIPT [ARGUMENT ...].")
+    install()
+    sys.argv[:] = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    from moe_ep.integrations import deep_ep  # this file under its own name: as `__main__` it is another module
+
+    deep_ep.run_script(sys.argv[1:])

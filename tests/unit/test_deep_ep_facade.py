@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,6 +18,8 @@ import moe_ep.dispatch_config
 import moe_ep.event
 import moe_ep.utils
 from moe_ep.integrations.deep_ep import install, uninstall
+
+ROOT = Path(__file__).parents[2]
 
 
 def of_deep_ep() -> list[str]:
@@ -137,3 +141,23 @@ def test_a_fresh_process_that_installs_first_runs_the_calls_that_megatron_begins
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["24", "0", "0", "None"]
+
+
+def test_a_script_runs_on_it_without_a_changed_line(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("import deep_ep\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, neighbour\n"
+        "from moe_ep.integrations.deep_ep import DeepEPModule\n"
+        "assert isinstance(neighbour.deep_ep, DeepEPModule)\n"
+        "print(__name__, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "moe_ep.integrations.deep_ep"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [*command, str(script), "--flag", "7"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (0, "__main__ ['--flag', '7']\n"), ran.stderr
+    none = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert none.returncode == 1
+    assert "Name the script to run" in none.stderr
