@@ -9,6 +9,7 @@ open.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import struct
 import threading
 from collections import defaultdict
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from moe_ep._native_exchange import Counts
+from moe_ep._native_exchange import Counts, NativeExchange
 from moe_ep.backends import node_calls, node_memory
 from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.header import ERRORS
@@ -380,51 +381,38 @@ class FakeExchange:
         self.faults = [fault for fault in taken if fault[0] == "timeout"]
         return taken
 
-    def plan_count(self, caller: int, joins: bool, *given: Any) -> bool:
-        named = _named(given, "num_sms input header num_match question")
+    def plan_count(self, *given: Any) -> bool:
+        named = _named("plan_count", given)
         if self.bad[0] >= 0 and named["question"]:
             words = list(struct.unpack("32q", named["header"]))
             words[STATUS_WORD] = words[STATUS_WORD] or ERRORS.index(ValueError)
             named["header"] = struct.pack("32q", *words)
-        return self._launch("plan_count", caller, joins, named)
+        return self._launch("plan_count", named)
 
-    def plan_fill(self, caller: int, joins: bool, *given: Any) -> bool:
-        outputs = "row_idx row_weights recv_token pair_row row_pair token_row slot_rank send_token"
-        named = _named(given, f"num_sms input header num_match capacity num_rows {outputs}")
-        return self._keep("plan_fill", caller, joins, named)
+    def plan_fill(self, *given: Any) -> bool:
+        return self._keep("plan_fill", _named("plan_fill", given))
 
-    def move(self, caller: int, joins: bool, *given: Any) -> bool:
-        named = _named(
-            given,
-            "num_sms route operation hidden dtype_number need_bytes places rows dtype weights made_rows grad_weights",
-        )
-        return self._launch("move", caller, joins, self._along(named))
+    def move(self, *given: Any) -> bool:
+        return self._launch("move", self._along(_named("move", given)))
 
-    def combine(self, caller: int, joins: bool, *given: Any) -> bool:
-        said = "num_sms route operation hidden dtype_number need_bytes places"
-        rows = "rows row_bytes y poison dtype bias_0 bias_1 weights is_weighted weights_dtype exact"
-        named = _named(given, f"{said} {rows} first_offset second_offset")
-        return self._launch("combine", caller, joins, self._along(named))
+    def combine(self, *given: Any) -> bool:
+        return self._launch("combine", self._along(_named("combine", given)))
 
-    def numbers_home(self, caller: int, joins: bool, *given: Any) -> bool:
-        named = _named(
-            given,
-            "num_sms route operation dtype_number need_bytes numbers num_compact_rows sums out dtype",
-        )
+    def numbers_home(self, *given: Any) -> bool:
+        named = _named("numbers_home", given)
         route = named["route"]
         named = self._along({"hidden": route.num_topk, "places": ()} | named)
         named["pair_row"] = route.pair_row if route.expert_major else 0
-        return self._launch("numbers_home", caller, joins, named)
+        return self._launch("numbers_home", named)
 
-    def all_reduce(self, caller: int, joins: bool, *given: Any) -> bool:
-        named = _named(given, "num_sms header num_match numbers out count dtype")
-        return self._launch("all_reduce", caller, joins, named)
+    def all_reduce(self, *given: Any) -> bool:
+        return self._launch("all_reduce", _named("all_reduce", given))
 
-    def header_only(self, caller: int, joins: bool, *given: Any) -> bool:
-        return self._launch("header_only", caller, joins, _named(given, "header num_match question"))
+    def header_only(self, *given: Any) -> bool:
+        return self._launch("header_only", _named("header_only", given))
 
-    def done_only(self, caller: int, joins: bool, *given: Any) -> bool:
-        return self._keep("done_only", caller, joins, _named(given, "header"))
+    def done_only(self, *given: Any) -> bool:
+        return self._keep("done_only", _named("done_only", given))
 
     def drain(self, header: bytes) -> None:
         self.launches.append(Launch("drain", {"header": header, "stream": self.stream}))
@@ -437,7 +425,8 @@ class FakeExchange:
         words[OPERATION_WORD], words[HIDDEN_WORD] = named["operation"], named["hidden"]
         words[DTYPE_WORD], words[WEIGHTS_DTYPE_WORD] = named["dtype_number"], named.get("weights_dtype", -1)
         words[EXACT_WORD], words[NEED_WORD] = named.get("exact", False), named["need_bytes"]
-        words[FIRST_OFFSET_WORD : FIRST_OFFSET_WORD + 2] = [named.get(f"{n}_offset", 0) for n in ("first", "second")]
+        words[FIRST_OFFSET_WORD] = named.get("pairs_offset", 0)
+        words[FIRST_OFFSET_WORD + 1] = named.get("weights_offset", 0)
         words[PLACES_WORD : PLACES_WORD + len(named["places"])] = named["places"]
         made = {
             "header": struct.pack("32q", *words),
@@ -446,22 +435,22 @@ class FakeExchange:
         }
         return route | made | named
 
-    def _keep(self, name: str, caller: int, joins: bool, named: dict[str, Any]) -> bool:
+    def _keep(self, name: str, named: dict[str, Any]) -> bool:
         """A kernel on the stream of the exchange, between what the caller's has been given and what it will be."""
-        own, callers = self.node.streams[self.stream], self.node.streams[caller]
+        own, callers = self.node.streams[self.stream], self.node.streams[named["caller"]]
         own.past.append(callers)
         words = list(struct.unpack("32q", named["header"]))
         if words[STATUS_WORD] == 0 and words[NEED_WORD] > self.slot_bytes:
             words[STATUS_WORD] = DOES_NOT_FIT
         named = named | {"header": struct.pack("32q", *words), "stream": self.stream}
         self.launches.append(Launch(name, named))
-        if joins:
+        if named["joins"]:
             callers.past.append(own)
         return self.node.is_capturing
 
-    def _launch(self, name: str, caller: int, joins: bool, named: dict[str, Any]) -> bool:
+    def _launch(self, name: str, named: dict[str, Any]) -> bool:
         """A kernel that opens a call: its header goes to everybody."""
-        is_captured = self._keep(name, caller, joins, named)
+        is_captured = self._keep(name, named)
         self._asked, self._num_match = (self.generation, self.epoch), named["num_match"]
         self.epoch += 1
         with self.node.change:
@@ -470,8 +459,10 @@ class FakeExchange:
         return is_captured
 
 
-def _named(given: Sequence[Any], names: str) -> dict[str, Any]:
-    return dict(zip(names.split(), given, strict=True))
+def _named(kernel: str, given: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of a launch by the names that `NativeExchange` has for them."""
+    names = list(inspect.signature(getattr(NativeExchange, kernel)).parameters)[1:]
+    return dict(zip(names, given, strict=True))
 
 
 def packed(words: Sequence[int]) -> bytes:

@@ -68,17 +68,16 @@ class IntranodeBackend(NodeCalls):
         tensors = PlanTensors(self._kernels, request, self.ranks, self.rank)
         header = _plan_header(request, tensors.published_bytes)
         if waits:
-            # The device says which call it was.
-            return tensors, self._memory.fingerprint + 2 * self._fill_with_counts(request, tensors, header)
-        tensors.allocate(request.max_rows or 0, None)
-        self._num_calls += 1
-        self._count(tensors, header, 0)
-        self._fill(tensors, header)
-        # No host knows which call it was; but ranks that make the same calls count them alike.
-        return tensors, self._memory.fingerprint + 2 * self._num_calls + 1
+            self._fill_with_counts(request, tensors, header)
+        else:
+            tensors.allocate(request.max_rows or 0, None)
+            self._num_calls += 1
+            self._count(tensors, header, 0)
+            self._fill(tensors, header)
+        return tensors, self._memory.fingerprint + self._num_calls
 
-    def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> int:
-        """Both kernels of a plan with the host's wait between them; the number of the call."""
+    def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> None:
+        """Both kernels of a plan, with the host's wait between them."""
         while True:
             self._num_calls += 1
             question = next(self._questions)
@@ -93,7 +92,6 @@ class IntranodeBackend(NodeCalls):
         except Exception:  # the peers wait for the end of a call that they hold for made
             self._launch("dispatch", (), self._exchange.done_only, header)
             raise
-        return known.epoch
 
     def _count(self, tensors: PlanTensors, header: bytes, question: int) -> None:
         launch = self._exchange.plan_count

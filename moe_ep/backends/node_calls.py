@@ -48,7 +48,7 @@ class NodeCalls:
         self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
         self._kept_for_graphs: list[tuple[object, ...]] = []
         self._is_in_graph = False  # some CUDA graph holds addresses of the segments
-        self._num_calls = 0  # of a generation or more; ranks count alike, since a call that one refuses is one on all
+        self._num_calls = 0  # of a generation or more; ranks count alike: a call that one refuses is one on all
         self._questions = itertools.count(1)
         self._closed = False
 

@@ -13,9 +13,8 @@ from moe_ep.handle import DispatchHandle
 
 
 class Known(NamedTuple):
-    """What the host has waited for: the number of the call, and counts."""
+    """Counts that the host has waited for."""
 
-    epoch: int
     num_compact_rows: int
     num_rows: int
     x_needs_grad: bool
@@ -79,9 +78,9 @@ class PlanTensors:
 
     def read(self, exchange: NativeExchange) -> Known:
         """What the next kernel has to know of the plan that was answered last."""
-        _, epoch, num_compact, num_rows, _, _, x_needs_grad, weights_need_grad = exchange.answer()
+        _, _, num_compact, num_rows, _, _, x_needs_grad, weights_need_grad = exchange.answer()
         counts = exchange.counts(len(self._ranks))
-        return Known(epoch, num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
+        return Known(num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
 
     def allocate(self, num_rows: int, known: Known | None) -> None:
         """Outputs for `num_rows` rows; without `known` counts there is room for as many compact rows."""

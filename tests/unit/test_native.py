@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_the_extension_has_the_signatures_of_the_protocol() -> None:
     assert kernels.cuda_archs.startswith("sm_")
     for name, _ in inspect.getmembers(NativeExchange, inspect.isfunction):
         assert name.startswith("_") or callable(getattr(kernels.Exchange, name)), f"Exchange.{name} is not there"
+
+
+@needs_extension
+def test_the_extension_takes_as_many_arguments_by_position_as_the_protocol_names() -> None:
+    for name, function in inspect.getmembers(NativeExchange, inspect.isfunction):
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
+            there = getattr(_native.require().Exchange, name).__doc__
+            assert len(re.findall(r"arg\d+: ", there)) == len(parameters), f"Exchange.{name}: {there}"
 
 
 @needs_extension

@@ -56,7 +56,7 @@ def plan_on_both(
 
 
 def inputs_of(launch: Launch) -> dict[str, Any]:
-    return dict(vars(launch.arguments["input"]))
+    return dict(vars(launch.arguments["plan"]))
 
 
 @pytest.mark.parametrize(("layout", "alignment"), [("compact", 1), ("expert_major", 1), ("expert_major", 4)])
@@ -71,7 +71,7 @@ def test_a_plan_is_two_kernels_and_a_handle_with_the_counts_of_all(
         assert names(backend) == ["plan_count", "plan_fill"]
         count, fill = fake_of(backend).launches
         assert fill.arguments["header"] == count.arguments["header"]
-        assert fill.arguments["input"] is count.arguments["input"]
+        assert fill.arguments["plan"] is count.arguments["plan"]
         handle, num_rows = plan.handle, answer(backend, layout, alignment)
         assert (handle.rank_tokens, handle.rank_rows) == (TOKENS, RANK_ROWS)
         assert handle.send_counts == RANK_ROWS[2 * rank : 2 * rank + 2]

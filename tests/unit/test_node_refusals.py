@@ -11,6 +11,7 @@ from moe_ep.backends.header import ERRORS, OPERATIONS
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_header import STATUS_WORD
 from moe_ep.errors import ConfigError, EPTimeoutError
+from moe_ep.placement import ExpertPlacement
 from tests.fake_exchange import FakeNode
 from tests.scale_experts import caught
 from tests.unit.node_helpers import (
@@ -191,3 +192,19 @@ def test_a_backend_of_a_node_does_not_go_on_without_a_rank(node: FakeNode) -> No
 
 def test_every_operation_has_a_call_here() -> None:
     assert {call.strip() for call in CALLS} == set(OPERATIONS)
+
+
+def test_more_experts_than_the_kernels_count_on_one_rank_are_refused_on_all(node: FakeNode) -> None:
+    backends = construct(node)
+    for kernels in node.kernels_of.values():
+        assert kernels is not None
+        kernels.max_local_experts = 2
+    placement = ExpertPlacement.of([0, 0, 0, 1], 2)
+    answers = node.run(lambda rank: caught(lambda: backends[rank].plan(make_request(4, world=2, placement=placement))))
+    expected = (
+        "EP rank 0 refused dispatch: expert_placement gives a rank 3 experts; the intranode backend counts at most 2. "
+        "Use more ranks, or backend='torch'."
+    )
+    assert answers[0] == (ValueError, expected)
+    assert answers[1] == (ValueError, expected)
+    assert names(backends[0]) == names(backends[1]) == ["header_only"], "before any launch of the plan"
