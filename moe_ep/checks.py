@@ -100,6 +100,16 @@ def check_layout(layout: str, alignment: int, max_rows: int | None) -> Layout:
     return LAYOUTS[LAYOUTS.index(layout)]
 
 
+def check_padding(alignment: int, placement: ExpertPlacement) -> None:
+    """Where the rows of the experts begin fits 32 bits, on every rank."""
+    most = placement.most_local
+    if alignment * most > MAX_ROWS:
+        raise ValueError(
+            f"alignment is {alignment} and a rank owns {most} experts; padded rows are counted in 32 bits, so their "
+            f"product may be at most {MAX_ROWS}. Give an alignment of at most {MAX_ROWS // most}."
+        )
+
+
 def dispatch_request(
     x: Tensor,
     topk_idx: Tensor,
@@ -114,6 +124,7 @@ def dispatch_request(
     check_rows(x, "x")
     check_topk(x, topk_idx, topk_weights)
     checked_layout = check_layout(layout, alignment, max_rows)
+    check_padding(alignment, placement)
     wants_grad = torch.is_grad_enabled()
     return DispatchRequest(
         x=x.detach(),

@@ -22,6 +22,7 @@ from moe_ep.checks import (
     check_combine,
     check_handle,
     check_int,
+    check_padding,
     check_rows,
     check_tensor,
     check_topk,
@@ -246,6 +247,7 @@ class NormalMode(ABC):
                 "least 1 and 0."
             )
         placement = self.placement(per_expert.numel())
+        check_padding(expert_alignment, placement)
         if topk_idx is None:
             if num_worst_tokens:
                 raise ValueError("num_worst_tokens needs topk_idx and topk_weights; give them, or leave it 0.")

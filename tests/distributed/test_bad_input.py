@@ -114,6 +114,7 @@ BAD_DISPATCH = [
     Bad("num_experts 2^21", {"num_experts": 2**21}, ("num_experts is 2097152", "at most 1048576")),
     Bad("alignment 0", {"alignment": 0}, ("alignment is 0", "at least 1")),
     Bad("alignment -8", {"alignment": -8}, ("alignment is -8", "at least 1")),
+    Bad("alignment 2^30", {"alignment": 2**30}, ("alignment is 1073741824", "may be at most 2147483647")),
     Bad("alignment 1.5", {"alignment": 1.5}, ("alignment is 1.5",), TypeError),
     Bad("max_rows -1", {"max_rows": -1}, ("max_rows is -1", "at least 0")),
     Bad("max_rows 6.5", {"max_rows": 6.5}, ("max_rows is 6.5",), TypeError),

@@ -342,6 +342,7 @@ def check_refused_dispatches(group: dist.ProcessGroup, backend: str) -> None:
             ({"x": (case.x, case.weights)}, "FP8 rows are"),
             ({"allocate_on_comm_stream": True}, "without previous_event"),
             ({"expert_alignment": 0}, "at least 1"),
+            ({"expert_alignment": 2**31}, "padded rows are counted in 32 bits"),
         ]
         for change, sentence in wrong:
             with pytest.raises((ValueError, TypeError), match=f"EP rank 1 refused dispatch: .*{sentence}"):
