@@ -186,7 +186,7 @@ def _multiply(
 ) -> None:
     """Rows of expert l of out = b[l] @ a[l].T, experts without rows left out."""
     busy = [expert for expert, size in enumerate(ranges.sizes) if size]
-    outs = [out_RN[part] for part in ranges.slices]
+    outs = ranges.split(out_RN)
     gemm([a[expert] for expert in busy], [b[expert] for expert in busy], [outs[expert] for expert in busy])
 
 

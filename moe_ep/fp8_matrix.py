@@ -35,9 +35,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: a layer makes hundreds a step, and that would double the time
 class Fp8Matrix:
-    """One operand of a product.
+    """One operand of a product; nothing but `memo` changes.
 
     Attributes:
         data: [N, K] float8_e4m3fn or float8_e5m2, contiguous.
@@ -97,6 +97,10 @@ class RowRanges:
         """Where each expert's rows are."""
         return [slice(begin, begin + size) for begin, size in zip(self.begins, self.sizes, strict=True)]
 
+    def split(self, rows_RK: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each expert; views."""
+        return rows_RK.split_with_sizes(self.sizes)
+
     @cached_property
     def offsets(self) -> Tensor:
         """[L + 1] int32 on the device, where each expert's rows begin, and their end."""
@@ -121,10 +125,11 @@ class RowRanges:
 def split_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges) -> list[Fp8Matrix]:
     """Rows of all experts, with the scales of `pack_scales`, as one matrix an expert; views, no copies."""
     blocks = num_blocks(data_RK.shape[1])
-    widths = [blocks * round_up(size, SCALE_ROWS) for size in ranges.sizes]
+    widths = [round_up(size, SCALE_ROWS) for size in ranges.sizes]
+    parts = packed.split_with_sizes([blocks * width for width in widths])
     return [
-        Fp8Matrix(data_RK[rows], scales.view(blocks, -1) if scales.numel() else scales.new_empty(blocks, 0), "rows")
-        for rows, scales in zip(ranges.slices, packed.split_with_sizes(widths), strict=True)
+        Fp8Matrix(data, scales.view(blocks, width), "rows")
+        for data, scales, width in zip(ranges.split(data_RK), parts, widths, strict=True)
     ]
 
 
