@@ -110,11 +110,7 @@ def dispatch_fp8(
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("dispatch", error)
     plan = backend.plan(replace(request, x=data))
-    with torch.no_grad():
-        if scales.dim() == 1:
-            received, received_scales = backend.dispatch(plan.handle, data), scales
-        else:
-            received, received_scales = backend.dispatch_scaled(plan.handle, data, scales)
+    received, received_scales = _move(backend, plan.handle, data, scales)
     joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
     anchor = buffer.anchor if joins_backward else None
     face, row_weights = _Arrival.apply(x, weights, anchor, backend, plan)  # type: ignore[no-untyped-call]
@@ -130,6 +126,14 @@ def dispatch_fp8(
         expert_offsets=plan.expert_offsets,
         handle=plan.handle,
     )
+
+
+@torch.no_grad()
+def _move(backend: Backend, handle: DispatchHandle, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes and scales to where the handle says; a scale that all ranks share stays."""
+    if scales.dim() == 1:
+        return backend.dispatch(handle, data), scales
+    return backend.dispatch_scaled(handle, data, scales)
 
 
 def _payload(buffer: Buffer, x: Tensor, power_of_two: bool, cast: Cast | None) -> tuple[Tensor, Tensor]:
