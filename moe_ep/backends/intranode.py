@@ -170,7 +170,7 @@ class IntranodeBackend(NodeCalls):
         )
         if given != out.shape[1]:
             out = out[:, :given]
-        if scales is not None and out_scales is not None:
+        if scales is not None and out_scales is not None and scales.shape[1] != out_scales.shape[1]:
             out_scales = out_scales[:, : scales.shape[1]]
         return out, out_scales, grad_weights
 

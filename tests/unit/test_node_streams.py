@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -87,3 +88,29 @@ def test_what_a_call_in_a_graph_reads_lives_as_long_as_the_buffer(alone: Intrano
     assert kept() is not None
     alone.close()
     assert kept() is None
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_call_runs_on_the_buffers_device_whichever_is_current(
+    alone: IntranodeBackend, monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    entered: list[int] = []
+
+    def device(idx: int) -> nullcontext[None]:
+        entered.append(idx)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
+    assert entered == [0] * current, "it is changed only where it has to be"
+
+
+def test_a_call_inside_a_capture_is_remembered_by_the_buffer(alone: IntranodeBackend) -> None:
+    alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
+    assert not alone._is_in_graph
+    fake_of(alone).node.is_capturing = True
+    alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
+    fake_of(alone).node.is_capturing = False
+    alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
+    assert alone._is_in_graph, "its memory cannot move any more"
