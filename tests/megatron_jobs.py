@@ -64,6 +64,12 @@ def arrange(layout: Layout) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
+def arrange_on_cuda(group: dist.ProcessGroup, layout: Layout) -> None:
+    """The first job of ranks on GPUs: the imports, which take their time."""
+    start_megatron()
+    arrange(layout)
+
+
 def config_of(layout: Layout, **changes: Any) -> Any:
     """A configuration for one MoE layer; `changes` are Megatron's fields."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -90,11 +96,15 @@ def layer_of(config: Any, dispatcher: str, settings: Any = None) -> Any:
 
     if dispatcher == "deep_ep-api":
         config = dataclasses.replace(config, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    if config.moe_grouped_gemm:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as make_spec
+    else:
+        make_spec = get_gpt_layer_local_spec
+    spec = make_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     mlp = (ours.with_moe_ep(spec, settings) if dispatcher == "moe_ep" else spec).submodules.mlp
     layer = mlp(config=config) if callable(mlp) and not hasattr(mlp, "module") else build_module(mlp, config=config)
     layer.set_layer_number(0)
-    return layer.cuda()
+    return layer.to(torch.cuda.current_device(), config.params_dtype)
 
 
 def tokens(num_rows: int, num_alike: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -144,7 +154,8 @@ def compare(
     under_test.load_state_dict(stock.state_dict())
     rows = T // SEQUENCES if num_tokens is None else num_tokens[dist.get_rank()]
     # Between expert tensor parallel ranks alltoall gathers rows, which gloo can only where they have equally many.
-    wanted, found = outcome(stock, tokens(rows, layout[2])), outcome(under_test, tokens(rows, layout[2]))
+    inputs = [tokens(rows, layout[2], stock.config.params_dtype) for _ in range(2)]
+    wanted, found = outcome(stock, inputs[0]), outcome(under_test, inputs[1])
     assert wanted.keys() == found.keys()
     return [(name, departure(found[name], wanted[name])) for name in wanted]
 
@@ -168,11 +179,11 @@ def moved(dispatcher: Any, x_TH: Tensor, routing_map: Tensor, probs: Tensor) -> 
     return rows, counts, row_probs, dispatcher.combine_postprocess(dispatcher.token_combine(out))
 
 
-def zero_probability(group: dist.ProcessGroup, dispatcher: str) -> tuple[list[int], float]:
+def zero_probability(group: dist.ProcessGroup, dispatcher: str, layout: Layout = (1, 4, 1)) -> tuple[list[int], float]:
     """Every token goes to experts 1 and 6, with probability 0 to expert 6; rows per local expert, and |dy/dp| there."""
     start_megatron()
-    arrange((1, 4, 1))
-    layer = layer_of(config_of((1, 4, 1)), dispatcher)
+    arrange(layout)
+    layer = layer_of(config_of(layout), dispatcher)
     x_TH = tokens(4).reshape(-1, H).detach()
     routing_map = torch.zeros(len(x_TH), E, dtype=torch.bool, device=x_TH.device)
     routing_map[:, [1, 6]] = True
@@ -231,15 +242,33 @@ def two_in_flight(group: dist.ProcessGroup) -> float:
     return max(departure(x.grad, wanted) for x, wanted in zip(inputs, alone, strict=True))  # type: ignore[arg-type]
 
 
-def shared_buffers(group: dist.ProcessGroup) -> tuple[bool, bool, int | None, str]:
+def waits_of_a_step(group: dist.ProcessGroup, dispatcher: str, changes: dict[str, Any]) -> list[str]:
+    """What PyTorch reports as a wait for the device in a forward and backward, on CUDA."""
+    start_megatron()
+    arrange((1, 2, 1))
+    layer = layer_of(config_of((1, 2, 1), moe_router_load_balancing_type="none", **changes), dispatcher)
+    x = tokens(8, dtype=layer.config.params_dtype)
+    layer(x)[0].float().square().sum().backward()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            layer(x)[0].float().square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+
+
+def shared_buffers(group: dist.ProcessGroup, layout: Layout = (1, 4, 1)) -> tuple[bool, bool, int | None, str]:
     """Whether layers of one configuration share a buffer, those of another do not; its SM budget; its backend."""
     start_megatron()
     from moe_ep.integrations import megatron as ours
 
-    arrange((1, 4, 1))
-    config = config_of((1, 4, 1), moe_deepep_num_sms=24)
+    arrange(layout)
+    config = config_of(layout, moe_deepep_num_sms=24)
     first, second = layer_of(config, "moe_ep"), layer_of(copy.deepcopy(config), "moe_ep")
-    other = layer_of(config_of((1, 4, 1)), "moe_ep")
+    other = layer_of(config_of(layout), "moe_ep")
     found = first.buffer is second.buffer, first.buffer is other.buffer, first.buffer.num_sms, first.buffer.backend_name
     ours.close_buffers(config)
     return found

@@ -1,6 +1,6 @@
 """Megatron-Core's own test of its token dispatchers, run against ours: its file is given, not part of this project.
 
-    torchrun --nproc-per-node 2 tests/megatron_container.py PATH/test_token_dispatcher.py --dispatcher moe_ep
+    torchrun --nproc-per-node 2 scripts/megatron_container.py PATH/test_token_dispatcher.py --dispatcher moe_ep
 
 PATH is tests/unit_tests/transformer/moe of Megatron-LM at the tag of the installed megatron-core (core_v0.16.1 ...).
 Its cases for eight GPUs are run at the sizes that fit the ranks started, on CPU over gloo or with a GPU a rank. Every
