@@ -11,8 +11,7 @@ before the host waits for counts.
 Backward. Of the nodes that are ready, autograd takes the one that forward made last. Forward makes the nodes of `tie`
 first, those of the work next, that of the exchange last. So the exchange sets out, the work's gradients are put on the
 caller's stream beside it, and the nodes of `tie` make that stream wait. All nodes belong to the caller's stream, as
-wrappers that reduce gradients expect. The gradient of a dispatch can set out earlier still, as soon as that of its rows
-is there and before that of the experts' weights is computed (`return_early`): autograd finds it sent.
+wrappers that reduce gradients expect.
 
 Memory. What the exchange reads is held until the streams have joined. What it makes lies in the pool of the buffer's
 stream: the next to get that memory runs on that stream, behind a later point of the caller's. That needs one caller's
@@ -22,9 +21,8 @@ stream, so only the device's default stream has work beside it; on another one, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -49,27 +47,15 @@ class Beside:
 
     Args:
         buffer: the exchange.
-        work: what to do; reads only what was there before the call. None for nothing, as far as the forward goes.
+        work: what to do; reads only what was there before the call. None for nothing.
     """
 
     def __init__(self, buffer: Buffer, work: Callable[[], None] | None) -> None:
         self._travel: _Travel | None = None
         self.buffer = buffer
-        if runs_beside(buffer):
+        if work is not None and runs_beside(buffer):
             self._travel = _Travel(buffer.backend, work)
             self.buffer = cast(Buffer, _BufferView(buffer, self._travel))
-
-    def return_early(self, home: Beside) -> Callable[[Tensor, Tensor], None] | None:
-        """For a dispatch: what to call in backward with its rows and their gradient, once that is complete.
-
-        The exchange sets out then; what comes on the caller's stream until autograd reaches `tie` runs beside it. Only
-        for rows that one function takes and weights that go to the combine `home`; ask before `tie`. None where nothing
-        runs beside.
-        """
-        if self._travel is None or home._travel is None:
-            return None
-        self._travel.is_apart = True
-        return partial(_return_early, self._travel, home._travel)
 
     def tie(self, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The two inputs whose gradients the exchange brings back, to be given to it; before the call."""
@@ -103,18 +89,13 @@ class _BufferView:
 class _Travel:
     """The backend of one call: its exchanges leave the caller's stream free for the work, the rest is passed on."""
 
-    def __init__(self, backend: Backend, work: Callable[[], None] | None) -> None:
+    def __init__(self, backend: Backend, work: Callable[[], None]) -> None:
         assert backend.stream is not None
         self._backend, self._stream, self._num_sms = backend, backend.stream, backend.num_sms
-        self._work = work
-        self.is_apart = work is not None  # in backward
+        self._work: Callable[[], None] | None = work
         self._has_set_out = False  # the exchange of the forward, and has not moved its rows yet
         self._is_tied = False
         self._homeward: _Homeward | None = None
-        self._handle: DispatchHandle | None = None
-        self._rows: tuple[int, torch.Size, torch.dtype] | None = None  # that a dispatch handed out: where, and what
-        self._returned: tuple[Tensor | None, Tensor | None] | None = None  # by a dispatch's gradient that went early
-        self._grad_weights: Tensor | None = None  # as the gradient of a combine brought them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -123,7 +104,7 @@ class _Travel:
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         self._set_out()
-        with self._on_own_stream() if self._has_set_out else nullcontext():
+        with self._on_own_stream():
             return self._backend.plan(request)
 
     def open_combine(
@@ -134,9 +115,7 @@ class _Travel:
 
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
         with self._moving():
-            rows = self._backend.dispatch(handle, x)
-        self._handle, self._rows = handle, _identity(rows)
-        return rows
+            return self._backend.dispatch(handle, x)
 
     def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         with self._moving():
@@ -155,11 +134,11 @@ class _Travel:
 
     def _set_out(self) -> None:
         """Lets the buffer's stream go on from here, and puts the work on the caller's."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._has_set_out = True
         work, self._work = self._work, None
         if work is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._has_set_out = True
-            with sm_margin(self._num_sms):
+            with sm_margin(self._num_sms, self._stream.device):
                 work()
 
     @contextmanager
@@ -185,7 +164,7 @@ class _Travel:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def tie(self, tensor: Tensor) -> Tensor:
-        if not (self.is_apart and tensor.requires_grad):
+        if not tensor.requires_grad:
             return tensor
         self._is_tied = True
         tied: Tensor = _Tie.apply(tensor, self)  # type: ignore[no-untyped-call]
@@ -194,31 +173,14 @@ class _Travel:
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        returned, self._returned = self._returned, None
-        if returned is not None:
-            return returned
         with self._going_home(grad_rows, grad_row_weights):
             return self._backend.dispatch_backward(handle, grad_rows, grad_row_weights)
-
-    def send_back(self, rows: Tensor, grad_rows: Tensor, grad_row_weights: Tensor | None) -> None:
-        """Does what autograd will ask of `dispatch_backward`, if it is sure what that will be."""
-        handle = self._handle
-        if handle is None or self._rows != _identity(rows) or grad_row_weights is None:
-            return  # somebody has changed the rows on their way, or nobody here wants the weights' gradient
-        if handle.x_needs_grad and handle.weights_need_grad:
-            self._returned = self.dispatch_backward(handle, grad_rows, grad_row_weights)
 
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         with self._going_home(grad_y, rows, weights):
-            grad_rows, self._grad_weights = self._backend.combine_backward(handle, grad_y, rows, weights)
-        return grad_rows, self._grad_weights
-
-    def take_grad_weights(self) -> Tensor | None:
-        """What the newest gradient of the combine brought, once."""
-        grad_weights, self._grad_weights = self._grad_weights, None
-        return grad_weights
+            return self._backend.combine_backward(handle, grad_y, rows, weights)
 
     @contextmanager
     def _going_home(self, *reads: Tensor | None) -> Iterator[None]:
@@ -232,7 +194,7 @@ class _Travel:
             yield
         # Detached: a tensor that knows its graph would hold this very object in a circle.
         held = [tensor.detach() for tensor in reads if tensor is not None]
-        self._homeward = _Homeward(self._stream.record_event(), held, SmMargin(self._num_sms))
+        self._homeward = _Homeward(self._stream.record_event(), held, SmMargin(self._num_sms, self._stream.device))
 
     def join(self) -> None:
         """The caller's stream waits for the exchange of the backward; what it read may go."""
@@ -240,14 +202,6 @@ class _Travel:
         if homeward is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(homeward.event)
             homeward.margin.end()
-
-
-def _return_early(there: _Travel, home: _Travel, rows: Tensor, grad_rows: Tensor) -> None:
-    there.send_back(rows, grad_rows, home.take_grad_weights())
-
-
-def _identity(rows: Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    return rows.data_ptr(), rows.shape, rows.dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from moe_ep.config import MoEConfig
 from moe_ep.fp8_rows import Fp8Rows
 from moe_ep.layers.activations import activate, input_projection, mlp
 from moe_ep.layers.fp8_experts import Fp8Experts
-from moe_ep.layers.grouped_linear import OnGrad, linear_per_expert, one_gemm_serves
+from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
 
 
 class StateDictCheck(NamedTuple):
@@ -106,11 +106,7 @@ class GroupedExperts(nn.Module):
                 weight.normal_(0.0, self.config.init_std, generator=generator)
 
     def forward(
-        self,
-        rows_RH: Tensor | Fp8Rows,
-        tokens_per_expert: Sequence[int] | None,
-        expert_offsets: Tensor | None = None,
-        on_grad_rows: OnGrad | None = None,
+        self, rows_RH: Tensor | Fp8Rows, tokens_per_expert: Sequence[int] | None, expert_offsets: Tensor | None = None
     ) -> Tensor:
         """Run every expert on its rows.
 
@@ -124,8 +120,6 @@ class GroupedExperts(nn.Module):
                 as inside torch.compile.
             expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end. Counts and
                 offsets give the same bits; of both, a grouped GEMM reads the offsets, a loop the counts.
-            on_grad_rows: called in backward with the rows and their gradient, before that of the first projection's
-                weights is computed; only where grouped GEMMs take the rows as they are.
 
         Returns:
             [R, H] in the dtype of rows_RH, also under autocast.
@@ -146,7 +140,7 @@ class GroupedExperts(nn.Module):
             return rows_RH + (first.sum() + self.down.sum()).to(rows_RH.dtype)
         if self._one_gemm_serves(rows_RH, first):
             offsets = _offsets_of(sizes, rows_RH.device) if expert_offsets is None else expert_offsets
-            return self._forward_by_offsets(rows_RH, offsets, has_tail=False, on_grad_rows=on_grad_rows)
+            return self._forward_by_offsets(rows_RH, offsets, has_tail=False)
         # unbind, not indexing: its backward writes the stacked gradient once instead of once per expert
         experts = zip(rows_RH.split_with_sizes(sizes), first.unbind(), self.down.unbind(), strict=True)
         outputs = [mlp(rows, first_weight, down_weight, self.activation) for rows, first_weight, down_weight in experts]
@@ -174,13 +168,7 @@ class GroupedExperts(nn.Module):
             return face_RH + (first.sum() + self.down.sum()).to(face_RH.dtype)
         return self.fp8(rows_RH, sizes, first, self.down, _gemm_dtype(face_RH)).to(face_RH.dtype)
 
-    def _forward_by_offsets(
-        self,
-        rows_RH: Tensor,
-        expert_offsets: Tensor | None,
-        has_tail: bool = True,
-        on_grad_rows: OnGrad | None = None,
-    ) -> Tensor:
+    def _forward_by_offsets(self, rows_RH: Tensor, expert_offsets: Tensor | None, has_tail: bool = True) -> Tensor:
         if expert_offsets is None or expert_offsets.shape != (len(self.expert_ids) + 1,):
             given = "None" if expert_offsets is None else f"of shape {list(expert_offsets.shape)}"
             raise ValueError(
@@ -189,8 +177,7 @@ class GroupedExperts(nn.Module):
             )
         dtype = _gemm_dtype(rows_RH)
         first: Tensor = self.get_parameter(self.first_name)
-        on_grad = on_grad_rows if rows_RH.dtype == dtype else None
-        projected = linear_per_expert(rows_RH.to(dtype), first.to(dtype), expert_offsets, has_tail, on_grad)
+        projected = linear_per_expert(rows_RH.to(dtype), first.to(dtype), expert_offsets, has_tail)
         inner = activate(projected, self.activation, expert_offsets if has_tail else None)
         return linear_per_expert(inner, self.down.to(dtype), expert_offsets, has_tail).to(rows_RH.dtype)
 

@@ -20,7 +20,6 @@ from moe_ep.autograd import ops
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.layers.swiglu import zero_tail
 
-OnGrad = Callable[[Tensor, Tensor], None]  # rows, and their gradient
 _GEMM_BYTES: Final = 16  # what the grouped GEMM asks of addresses and rows
 _MAX_GROUPS: Final = 1023
 _PUBLIC_GEMM: Final = getattr(F, "grouped_mm", None)  # torch >= 2.10
@@ -40,13 +39,7 @@ def one_gemm_serves(device: torch.device, dtype: torch.dtype, weight_shape: Sequ
     return major == 9 or (major == 10 and _PUBLIC_GEMM is not None)
 
 
-def linear_per_expert(
-    rows_RI: Tensor,
-    weight_LOI: Tensor,
-    expert_offsets: Tensor,
-    has_tail: bool = True,
-    on_grad_rows: OnGrad | None = None,
-) -> Tensor:
+def linear_per_expert(rows_RI: Tensor, weight_LOI: Tensor, expert_offsets: Tensor, has_tail: bool = True) -> Tensor:
     """rows of expert l @ weight[l].T, differentiable once.
 
     Args:
@@ -54,8 +47,6 @@ def linear_per_expert(
         weight_LOI: [L, O, I], the dtype of the rows.
         expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end.
         has_tail: there may be rows behind the last offset; they are not read. False spares the look.
-        on_grad_rows: called in backward with the rows and their gradient, before that of the weights is computed. Not
-            where single operations are watched.
 
     Returns:
         [R, O], zero behind the last offset.
@@ -63,34 +54,25 @@ def linear_per_expert(
     if ops.is_watched():
         out: Tensor = grouped_linear(rows_RI, weight_LOI, expert_offsets)
     else:
-        out = _LinearPerExpert.apply(rows_RI, weight_LOI, expert_offsets, has_tail, on_grad_rows)  # type: ignore[no-untyped-call]
+        out = _LinearPerExpert.apply(rows_RI, weight_LOI, expert_offsets, has_tail)  # type: ignore[no-untyped-call]
     return out
 
 
 class _LinearPerExpert(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows_RI: Tensor,
-        weight_LOI: Tensor,
-        expert_offsets: Tensor,
-        has_tail: bool,
-        on_grad_rows: OnGrad | None,
-    ) -> Tensor:
-        ctx.has_tail, ctx.on_grad_rows = has_tail, on_grad_rows
+    def forward(ctx: Any, rows_RI: Tensor, weight_LOI: Tensor, expert_offsets: Tensor, has_tail: bool) -> Tensor:
+        ctx.has_tail = has_tail
         ctx.save_for_backward(rows_RI, weight_LOI, expert_offsets)
         return _map(rows_RI, weight_LOI, expert_offsets, has_tail)
 
     @staticmethod
     @once_differentiable("MoELayer")
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_RI, weight_LOI, expert_offsets = ctx.saved_tensors
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
         grad_rows_RI = _map_rows_back(grad_RO, weight_LOI, expert_offsets, ctx.has_tail) if wants_rows else None
-        if grad_rows_RI is not None and ctx.on_grad_rows is not None:
-            ctx.on_grad_rows(rows_RI, grad_rows_RI)
         grad_weight_LOI = weight_grad(grad_RO, rows_RI, weight_LOI.shape, expert_offsets) if wants_weight else None
-        return grad_rows_RI, grad_weight_LOI, None, None, None  # no gradient: the offsets, the settings
+        return grad_rows_RI, grad_weight_LOI, None, None  # no gradient: the offsets, the setting
 
 
 @torch.library.custom_op("moe_ep::grouped_linear", mutates_args=())

@@ -100,14 +100,14 @@ class MoELayer(nn.Module):
             shared = SharedRun(self.shared_experts, x_TH, apart=runs_beside(self.buffer))
         there = Beside(self.buffer, None if shared is None else shared.begin)
         home = Beside(self.buffer, None if shared is None else shared.finish)
-        out, rows_RH = self._dispatched(there, home, x_TH, topk_idx, topk_weights)
+        out, rows_RH = self._dispatched(there, x_TH, topk_idx, topk_weights)
         y_TH = self._combined(home, rows_RH, out)
         if shared is not None:
             y_TH = y_TH + shared.result().to(y_TH.dtype)
         return y_TH.reshape(x.shape)
 
     def _dispatched(
-        self, way: Beside, home: Beside, x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor
+        self, way: Beside, x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor
     ) -> tuple[DispatchOutput | Fp8DispatchOutput, Tensor]:
         """What dispatch gave, and what the routed experts made of it: [R, H]."""
         num_experts, alignment = self.config.num_experts, self.config.ep.alignment
@@ -115,9 +115,6 @@ class MoELayer(nn.Module):
         if fp8 is not None:
             alignment = math.lcm(alignment, fp8.recipe.alignment)
             self.experts.look_at_fp8_weights()
-        # Nothing but the first projection takes the rows, unless somebody looks at gradients around the experts.
-        looks = self.experts._backward_hooks or self.experts._backward_pre_hooks
-        on_grad_rows = None if fp8 is not None or looks else way.return_early(home)
         sent_TH, sent_weights = way.tie(x_TH, topk_weights)
         if fp8 is not None and uses.dispatch:
             cast = fp8.recipe.payload
@@ -132,8 +129,7 @@ class MoELayer(nn.Module):
             )
             out, rows = received, received.x
         self._last_rows = out.expert_offsets[-1]
-        options = {} if on_grad_rows is None else {"on_grad_rows": on_grad_rows}
-        return out, self.experts(rows, out.tokens_per_expert, out.expert_offsets, **options)
+        return out, self.experts(rows, out.tokens_per_expert, out.expert_offsets)
 
     def _combined(self, way: Beside, rows_RH: Tensor, out: DispatchOutput | Fp8DispatchOutput) -> Tensor:
         """The routed experts' part of y."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_ep.autograd import sm_margin
 from moe_ep.config import MoEConfig
 from moe_ep.errors import ConfigError
 from moe_ep.layers.activations import activate, input_projection
@@ -119,10 +120,10 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x_TI @ weight_OI.T; in bfloat16 on CUDA by the GEMM that leaves SMs to an exchange, the grouped one."""
+    """x_TI @ weight_OI.T, in bfloat16 by the GEMM that leaves SMs to an exchange where it is to: the grouped one."""
     shape = (1, *weight_OI.shape)
     same = x_TI.dtype == weight_OI.dtype and not torch.is_autocast_enabled(x_TI.device.type)
-    if not same or not one_gemm_serves(x_TI.device, x_TI.dtype, shape):
+    if not (same and sm_margin.is_set()) or not one_gemm_serves(x_TI.device, x_TI.dtype, shape):
         return F.linear(x_TI, weight_OI)
     offsets = torch.zeros(2, dtype=torch.int32, device=x_TI.device)
     offsets[1:].fill_(x_TI.shape[0])
