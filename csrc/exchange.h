@@ -30,8 +30,8 @@ constexpr int kDtypeWord = 6;
 constexpr int kWeightsDtypeWord = 7;
 constexpr int kExactWord = 10;
 constexpr int kOverflowedWord = 19;   // this rank received more rows than max_rows: whatever it would send is lost
-constexpr int kRegisteredWord = 20;   // number of the block that rows lie in for peers to read, 0 for none; then offset
-                                      // and stride of rows and of scales, bytes
+constexpr int kRegisteredWord = 20;   // numbers of the blocks that rows (low byte) and scales (next) lie in for peers
+                                      // to read, 0 for none; then offset and stride of rows and of scales, bytes
 constexpr int kNeedWord = 25;         // bytes that this rank puts into its slot
 constexpr int kFirstOffsetWord = 26;  // in this rank's slot, bytes
 constexpr int kSecondOffsetWord = 27;

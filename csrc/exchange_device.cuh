@@ -227,7 +227,8 @@ __device__ inline uint32_t block_ticket(State* state) {
   return shared_ticket;
 }
 
-// By one lane a peer: it may read a part from now on (3). Each lane that wrote rows has fenced them.
+// By one lane a peer: it may read a part from now on (3). The lane has seen the rows written: by itself, or by threads
+// that it has met at a barrier since.
 __device__ inline void post_flag(const World& world, const Turn& turn, int peer, int flag) {
   store_release(&world.control[peer]->flags[world.rank][turn.slot][flag], turn.tag);
 }

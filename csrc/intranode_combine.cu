@@ -91,7 +91,6 @@ __device__ void reduce(const World& world, const CombineInput& in, const Turn& t
       store_columns(sum, staging + row * in.row_bytes, begin, in.row_bytes);
     }
   }
-  __threadfence_system();
   __syncwarp();
   if (lane_idx() == 0) {
     post_flag(world, turn, work.source, work.chunk * kCombineParts + work.part);
@@ -168,11 +167,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const unsigned int lost = lost_ranks(world, turn);
     const int most = most_chunks(in.geometry, world.size);
     for (;;) {
-      const CombineWork work = combine_work(world, warp_ticket(world.state), most);
+      const CombineWork work = combine_work(world, in, warp_ticket(world.state), most);
       if (work.kind == CombineWork::kEnd) {
         break;
       }
-      if (work.kind == CombineWork::kReduce && !in.is_registered) {
+      if (work.kind == CombineWork::kReduce) {
         reduce<Elem>(world, in, turn, work);
       } else if (work.kind == CombineWork::kHome) {
         const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);

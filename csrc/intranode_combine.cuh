@@ -7,11 +7,12 @@
 #include "row_math.cuh"
 
 // Tickets of a call, in steps: step i reduces, for every peer, the rows of chunk i of its tokens, and adds up at home
-// the own tokens of chunk i - kCombineLead. As in intranode_move.cuh, all ranks number them alike (8, 9).
+// the own tokens of chunk i - kCombineLead. As in intranode_move.cuh, all ranks number them alike (8, 9), but for those
+// whose rows are read where they lie: nobody waits for them, and they have nothing to reduce.
 
 namespace moe_ep {
 
-constexpr int kCombineLead = 6;
+constexpr int kCombineLead = 12;
 
 struct CombineWork {
   enum Kind { kReduce, kHome, kNothing, kEnd } kind;
@@ -20,9 +21,9 @@ struct CombineWork {
   int part;
 };
 
-__device__ inline CombineWork combine_work(const World& world, uint32_t ticket, int most) {
-  const int size = world.size, lead = size == 1 ? 0 : kCombineLead;
-  const uint32_t reduces = kCombineParts * (size - 1), per_step = reduces + kCombineParts;
+__device__ inline CombineWork combine_work(const World& world, const CombineInput& in, uint32_t ticket, int most) {
+  const int size = world.size, lead = size == 1 || in.is_registered ? 0 : kCombineLead;
+  const uint32_t reduces = in.is_registered ? 0 : kCombineParts * (size - 1), per_step = reduces + kCombineParts;
   const uint32_t step = ticket / per_step, place = ticket % per_step;
   if (step >= static_cast<uint32_t>(most + lead)) {
     return {CombineWork::kEnd, 0, 0, 0};

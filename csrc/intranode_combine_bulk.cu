@@ -11,66 +11,100 @@ namespace {
 
 __device__ unsigned int lanes_before() { return (1u << lane_idx()) - 1; }
 
-// By a whole warp: puts the rows of compact row `row` (-1: none) on this rank into the item; returns how many.
+// By a whole warp: puts what this rank has for compact rows `row` (-1: none) into the items; returns the number of rows
+// of each. All look-ups of a kind are under way together.
 template <typename Wide>
-__device__ int describe_own(const CombineInput& in, int64_t row, Item<Wide>& item) {
-  if (row < 0) {
-    return 0;
-  }
+__device__ void describe_own(const CombineInput& in, const int64_t (&row)[kDescribed], Item<Wide>* (&items)[kDescribed],
+                             int (&num_own)[kDescribed]) {
   const uint64_t rows = reinterpret_cast<uint64_t>(in.rows);
   const int lane = lane_idx();
   if (!in.expert_major) {
-    if (lane == 0) {
-      item.address[0] = rows + row * in.row_bytes;
+#pragma unroll
+    for (int i = 0; i < kDescribed; ++i) {
+      if (row[i] >= 0 && lane == 0) {
+        items[i]->address[0] = rows + row[i] * in.row_bytes;
+      }
+      num_own[i] = row[i] >= 0 ? 1 : 0;
     }
-    return 1;
+    return;
   }
-  const int64_t mine = lane < in.num_topk ? in.pair_row[row * in.num_topk + lane] : -1;
-  const unsigned int mask = __ballot_sync(kFullWarp, mine >= 0);
-  if (mine >= 0) {
-    const int term = __popc(mask & lanes_before());
-    item.address[term] = rows + mine * in.row_bytes;
-    if (in.weights != nullptr) {
-      item.weight[term] = static_cast<const Wide*>(in.weights)[mine];
+  int64_t mine[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    mine[i] = row[i] >= 0 && lane < in.num_topk ? in.pair_row[row[i] * in.num_topk + lane] : -1;
+  }
+  Wide weight[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    weight[i] = in.weights != nullptr && mine[i] >= 0 ? static_cast<const Wide*>(in.weights)[mine[i]] : Wide(0);
+  }
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    const unsigned int mask = __ballot_sync(kFullWarp, mine[i] >= 0);
+    if (mine[i] >= 0) {
+      const int term = __popc(mask & lanes_before());
+      items[i]->address[term] = rows + mine[i] * in.row_bytes;
+      items[i]->weight[term] = weight[i];
     }
+    num_own[i] = __popc(mask);
   }
-  return __popc(mask);
 }
 
-// What a peer's token needs from this rank.
+// What the tokens of a peer need from this rank: compact rows from `first` on.
 template <typename Wide>
-__device__ int describe_for_peer(const CombineInput& in, int64_t row, Item<Wide>& item) {
-  const int count = describe_own(in, row, item);
-  if (lane_idx() == 0) {
-    item.count = item.num_own = count;
-    item.peers_before = 0;
-    item.is_lost = false;
+__device__ void describe_for_peer(const CombineInput& in, int64_t first, int count, Item<Wide>* (&items)[kDescribed]) {
+  int64_t row[kDescribed];
+  int num_own[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    row[i] = i < count ? first + i : -1;
   }
-  return count;
+  describe_own(in, row, items, num_own);
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    if (i < count && lane_idx() == 0) {
+      items[i]->count = items[i]->num_own = num_own[i];
+      items[i]->peers_before = 0;
+      items[i]->is_lost = false;
+    }
+  }
 }
 
-// What an own token needs from all ranks.
+// What own tokens, from `first` on, need from all ranks.
 template <typename Wide>
-__device__ int describe_at_home(const World& world, const CombineInput& in, const Turn& turn, unsigned int lost,
-                                int64_t token, Item<Wide>& item) {
+__device__ void describe_at_home(const World& world, const CombineInput& in, const Turn& turn, unsigned int lost,
+                                 int64_t first, int count, Item<Wide>* (&items)[kDescribed]) {
   const int lane = lane_idx();
-  const int its_row = lane < world.size ? in.token_row[token * world.size + lane] : -1;
-  const bool is_lost = __any_sync(kFullWarp, its_row >= 0 && (lost >> lane & 1) != 0);
-  const int row = is_lost ? -1 : its_row;
-  const unsigned int peers = __ballot_sync(kFullWarp, row >= 0 && lane != world.rank);
-  const int num_own = describe_own(in, __shfl_sync(kFullWarp, row, world.rank), item);
-  if (row >= 0 && lane != world.rank) {
-    item.address[num_own + __popc(peers & lanes_before())] =
-        reinterpret_cast<uint64_t>(peer_row(world, in, turn, lane, row));
+  int row[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    row[i] = i < count && lane < world.size ? in.token_row[(first + i) * world.size + lane] : -1;
   }
-  const int count = num_own + __popc(peers);
-  if (lane == 0) {
-    item.count = count;
-    item.num_own = num_own;
-    item.is_lost = is_lost;
-    item.peers_before = __popc(peers & ((1u << world.rank) - 1));
+  bool is_lost[kDescribed];
+  int64_t own_row[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    is_lost[i] = __any_sync(kFullWarp, row[i] >= 0 && (lost >> lane & 1) != 0);
+    row[i] = is_lost[i] ? -1 : row[i];
+    own_row[i] = __shfl_sync(kFullWarp, row[i], world.rank);
   }
-  return count;
+  int num_own[kDescribed];
+  describe_own(in, own_row, items, num_own);
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    const bool is_peers = row[i] >= 0 && lane != world.rank;
+    const unsigned int peers = __ballot_sync(kFullWarp, is_peers);
+    if (is_peers) {
+      items[i]->address[num_own[i] + __popc(peers & lanes_before())] =
+          reinterpret_cast<uint64_t>(peer_row(world, in, turn, lane, row[i]));
+    }
+    if (i < count && lane == 0) {
+      items[i]->count = num_own[i] + __popc(peers);
+      items[i]->num_own = num_own[i];
+      items[i]->is_lost = is_lost[i];
+      items[i]->peers_before = __popc(peers & ((1u << world.rank) - 1));
+    }
+  }
 }
 
 // What a row without own terms begins with.
@@ -79,88 +113,102 @@ __device__ uint4 poison_or_zero(const CombineInput& in, bool is_lost) {
   return is_lost ? make_uint4(low, high, low, high) : make_uint4(0, 0, 0, 0);
 }
 
+// What an output row is the sum of, as all columns of it share it.
+struct RowTerms {
+  int num_own;
+  int num_peers;
+  int peers_before;
+  bool is_lost;
+  const char* bias[2];
+};
+
+// By a thread that adds: 16 bytes of an output row. The own sum comes first; one accumulator serves both sums.
+template <int kTeam, typename Elem, typename Wide>
+__device__ uint4 add_column(const Team<kTeam, Wide>& team, const CombineInput& in, const RowTerms& row,
+                            const Item<Wide>& item, int64_t offset, int at) {
+  using Math = RowMath<Elem>;
+  Wide total[Math::kElems];
+  uint4 own = poison_or_zero(in, row.is_lost);
+  if (row.num_own == 1 && in.weights == nullptr) {
+    own = team.term(0, at);
+  } else if (row.num_own > 0) {
+    if (in.weights == nullptr) {
+      Math::widen(team.term(0, at), total);
+#pragma unroll 2
+      for (int j = 1; j < row.num_own; ++j) {
+        Math::add(total, team.term(j, at), false);
+      }
+    } else {
+      Math::add_product(total, team.term(0, at), item.weight[0], true);
+#pragma unroll 2
+      for (int j = 1; j < row.num_own; ++j) {
+        Math::add_product(total, team.term(j, at), item.weight[j], false);
+      }
+    }
+    own = Math::rounded(total);
+  }
+  // The sum at home: biases, then the ranks ascending. One term is the result as it is.
+  if (row.is_lost || (row.num_peers == 0 && row.bias[0] == nullptr)) {
+    return own;
+  }
+  bool is_empty = true;
+  const auto add = [&](uint4 term) {
+    Math::add(total, term, is_empty);
+    is_empty = false;
+  };
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (row.bias[j] != nullptr) {
+      add(load_16(row.bias[j] + offset + at));
+    }
+  }
+#pragma unroll 1
+  for (int j = 0; j <= row.num_peers; ++j) {
+    if (j == row.peers_before && row.num_own > 0) {
+      add(own);
+    }
+    if (j < row.num_peers) {
+      add(team.term(row.num_own + j, at));
+    }
+  }
+  return Math::rounded(total);
+}
+
 // By the adding warps of a team: adds up output rows [first, end); `out_of(i)` is where row i goes, `bias_of(i, j)` its
-// first terms, or null. The own sum comes first: one accumulator serves both sums.
+// first terms, or null.
 template <int kTeam, typename Elem, typename Wide, typename OutOf, typename BiasOf>
 __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_t first, int64_t end, OutOf out_of,
                          BiasOf bias_of) {
   using Math = RowMath<Elem>;
-  for (int64_t row = first; row < end; ++row) {
+  constexpr int kStep = kTeam * 512;
+  for (int64_t number = first; number < end; ++number) {
     const Item<Wide>& item = team.next_item();
-    const int num_own = item.num_own, num_peers = item.count - num_own, peers_before = item.peers_before;
-    char* out = out_of(row);
+    const int num_terms = item.count;
+    const RowTerms row = {item.num_own,
+                          num_terms - item.num_own,
+                          item.peers_before,
+                          item.is_lost,
+                          {bias_of(number, 0), bias_of(number, 1)}};
+    // Two terms as they are: by far the most frequent sum. Which comes first does not matter.
+    const bool is_pair = num_terms == 2 && row.num_own == 1 && in.weights == nullptr && row.bias[0] == nullptr;
+    char* out = out_of(number);
     for (int64_t offset = 0; offset < in.row_bytes; offset += team.cut.piece_bytes) {
-      const int64_t ends = min64(offset + team.cut.piece_bytes, in.row_bytes);
-      Wide total[kRingLoads][Math::kElems];
-      uint4 own[kRingLoads];
-      if (in.weights == nullptr && num_own == 1) {
-        team.take([&](int i, uint4 term) { own[i] = term; });
-      } else if (num_own > 0) {
-        if (in.weights != nullptr) {
-          const Wide first_weight = item.weight[0];
-          team.take([&](int i, uint4 term) { Math::add_product(total[i], term, first_weight, true); });
-#pragma unroll 1
-          for (int j = 1; j < num_own; ++j) {
-            const Wide weight = item.weight[j];
-            team.take([&](int i, uint4 term) { Math::add_product(total[i], term, weight, false); });
-          }
-        } else {
-          team.take([&](int i, uint4 term) { Math::add(total[i], term, true); });
-#pragma unroll 1
-          for (int j = 1; j < num_own; ++j) {
-            team.take([&](int i, uint4 term) { Math::add(total[i], term, false); });
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kRingLoads; ++i) {
-          own[i] = Math::rounded(total[i]);
+      const int num_bytes = static_cast<int>(min64(team.cut.piece_bytes, in.row_bytes - offset));
+      team.wait_terms(num_terms);
+      if (is_pair) {
+#pragma unroll 2
+        for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
+          Wide total[Math::kElems];
+          Math::widen(team.term(0, at), total);
+          Math::add(total, team.term(1, at), false);
+          store_16(out + offset + at, Math::rounded(total));
         }
       } else {
-#pragma unroll
-        for (int i = 0; i < kRingLoads; ++i) {
-          own[i] = poison_or_zero(in, item.is_lost);
+        for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
+          store_16(out + offset + at, add_column<kTeam, Elem>(team, in, row, item, offset, at));
         }
       }
-      // The sum at home: biases, then the ranks ascending. One term is the result as it is.
-      const bool is_biased = bias_of(row, 0) != nullptr;
-      if (!item.is_lost && (is_biased || num_peers > 0)) {
-        bool is_empty = true;
-#pragma unroll 1
-        for (int j = 0; j < 2 && is_biased; ++j) {
-          const char* bias = bias_of(row, j);
-#pragma unroll
-          for (int i = 0; i < kRingLoads && bias != nullptr; ++i) {
-            const int64_t at = team.place(offset, i);
-            Math::add(total[i], at < ends ? load_16(bias + at) : make_uint4(0, 0, 0, 0), is_empty);
-          }
-          is_empty = false;
-        }
-#pragma unroll 1
-        for (int j = 0; j <= num_peers; ++j) {
-          if (j == peers_before && num_own > 0) {
-#pragma unroll
-            for (int i = 0; i < kRingLoads; ++i) {
-              Math::add(total[i], own[i], is_empty);
-            }
-            is_empty = false;
-          }
-          if (j < num_peers) {
-            team.take([&](int i, uint4 term) { Math::add(total[i], term, is_empty); });
-            is_empty = false;
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kRingLoads; ++i) {
-          own[i] = Math::rounded(total[i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRingLoads; ++i) {
-        const int64_t at = team.place(offset, i);
-        if (at < ends) {
-          store_16(out + at, own[i]);
-        }
-      }
+      team.release_terms(num_terms);
     }
     team.release_item();
   }
@@ -179,6 +227,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   using Wide = typename RowMath<Elem>::Wide;
   extern __shared__ __align__(128) char shared[];
   __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
+  static_assert(kRingBytes + sizeof(states) + 1024 <= 227 * 1024, "shared memory of an SM");
   const World& world = call.world;
   const Turn turn = turn_of(world);
   Team<kTeam, Wide> team(shared, states, cut);
@@ -186,14 +235,18 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   const uint32_t verdict = open_call(call, turn, overflowed);
   const unsigned int lost = lost_ranks(world, turn);
   const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
-  const auto for_peer = [&](int64_t row, Item<Wide>& item) { return describe_for_peer(in, row, item); };
-  const auto at_home = [&](int64_t token, Item<Wide>& item) {
-    return describe_at_home(world, in, turn, lost, token, item);
+  const auto for_peer = [&](int64_t row, int count, auto& items) { describe_for_peer(in, row, count, items); };
+  const auto at_home = [&](int64_t token, int count, auto& items) {
+    describe_at_home(world, in, turn, lost, token, count, items);
   };
   if (verdict == kGo && team.fetches()) {
+    team.draw_ticket(world.state);
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
-      CombineWork work = combine_work(world, ticket, most);
+      CombineWork work = combine_work(world, in, ticket, most);
+      if (work.kind == CombineWork::kNothing) {
+        continue;
+      }
       if (work.kind == CombineWork::kHome && !chunk_is_reduced(world, turn, work.chunk)) {
         ticket = kNoTicket;
         work.kind = CombineWork::kEnd;
@@ -202,44 +255,62 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       if (work.kind == CombineWork::kEnd) {
         break;
       }
-      fence_copy_engine();
-      if (work.kind == CombineWork::kReduce && !in.is_registered && !overflowed) {
-        const Span span = rows_to_reduce(world, in, work);
-        team.fetch(in.row_bytes, span.first, span.first + span.count, for_peer);
-      } else if (work.kind == CombineWork::kHome) {
+      if (work.kind == CombineWork::kHome) {
+        fence_copy_engine();
         const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
         team.fetch(in.row_bytes, span.first, span.first + span.count, at_home);
+      } else if (!overflowed) {
+        const Span span = rows_to_reduce(world, in, work);
+        if (in.expert_major) {
+          team.fetch(in.row_bytes, span.first, span.first + span.count, for_peer);
+        } else {
+          team.fetch_rows(in.rows, in.row_bytes, span.first, span.first + span.count);
+        }
       }
     }
   } else if (verdict == kGo) {
     for (;;) {
       const uint32_t ticket = team.get_ticket();
-      const CombineWork work = combine_work(world, ticket, most);
+      const CombineWork work = combine_work(world, in, ticket, most);
       if (ticket == kNoTicket || work.kind == CombineWork::kEnd) {
         break;
       }
-      if (work.kind == CombineWork::kReduce && !in.is_registered) {
-        const Span span = rows_to_reduce(world, in, work);
-        char* staging =
-            slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
-        if (!overflowed) {
+      const bool is_home = work.kind == CombineWork::kHome, is_copied = !is_home && !in.expert_major;
+      team.begin_rows(team.sends() == is_copied);
+      const Span span = is_home ? part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part)
+                                : rows_to_reduce(world, in, work);
+      const int64_t end = span.first + span.count;
+      char* staging =
+          slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
+      if (!team.sends()) {
+        if (is_home) {
           add_rows<kTeam, Elem>(
-              team, in, span.first, span.first + span.count, [&](int64_t row) { return staging + row * in.row_bytes; },
+              team, in, span.first, end, [&](int64_t token) { return in.y + token * in.row_bytes; },
+              [&](int64_t token, int i) {
+                return in.bias[i] == nullptr ? nullptr : in.bias[i] + token * in.row_bytes;
+              });
+        } else if (!is_copied && !overflowed) {  // of an overflow the header tells
+          add_rows<kTeam, Elem>(
+              team, in, span.first, end, [&](int64_t row) { return staging + row * in.row_bytes; },
               [](int64_t, int) -> const char* { return nullptr; });
         }
-        fence_copy_engine();
-        __threadfence_system();
-        team.sync_adders();
-        if (team.thread() == 0) {
-          __threadfence_system();
-          post_flag(world, turn, work.source, work.chunk * kCombineParts + work.part);
+        team.pass_rows();
+      } else {
+        if (is_copied && !overflowed) {
+          team.copy_rows(staging, in.row_bytes, span.first, end);
+        } else {
+          team.pass_rows();
         }
-      } else if (work.kind == CombineWork::kHome) {
-        const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
-        add_rows<kTeam, Elem>(
-            team, in, span.first, span.first + span.count, [&](int64_t token) { return in.y + token * in.row_bytes; },
-            [&](int64_t token, int i) { return in.bias[i] == nullptr ? nullptr : in.bias[i] + token * in.row_bytes; });
+        if (!is_home) {
+          if (!is_copied) {
+            team.wait_passed(team.num_tickets);
+          }
+          if (lane_idx() == 0) {
+            post_flag(world, turn, work.source, work.chunk * kCombineParts + work.part);
+          }
+        }
       }
+      team.release_ticket();
     }
   }
   const Output output = {in.y, in.num_tokens * in.row_bytes, in.poison};
@@ -261,12 +332,14 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 }  // namespace
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
+  const int max_terms = (input.expert_major ? input.num_topk : 1) + call.world.size - 1;
   for_team(input.row_bytes, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
-      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input, cut_of<kTeam>(input.row_bytes));
+      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input,
+                                                                   cut_of<kTeam>(input.row_bytes, max_terms));
     });
   });
   check_cuda(cudaGetLastError(), "combine: the launch");

@@ -5,37 +5,37 @@
 #include "exchange_device.cuh"
 #include "intranode_move.h"
 
-// Tickets of a call, in steps: step i publishes chunk i of the own tokens and pulls chunk i - kMoveLead of every
-// source, so that publishing runs ahead of the peers' pulls. The number of tickets in a step and the number of steps
-// are the same on all ranks, so the ticket that publishes a chunk is lower than those that wait for it, everywhere (8,
-// 9).
+// Tickets of a call, in steps: step i takes chunk i of the own tokens, to this rank's places and to staging, and pulls
+// chunk i - kMoveLead of every peer, so that publishing runs ahead of the peers' pulls. The number of tickets in a step
+// and the number of steps are the same on all ranks, so the ticket that publishes a chunk is lower than those that wait
+// for it, everywhere (8, 9). A rank whose rows are read where they lie keeps nobody waiting, and needs no lead.
 
 namespace moe_ep {
 
-constexpr int kMoveLead = 6;
+constexpr int kMoveLead = 12;
 constexpr int kTailTickets = 32;
 
 // -- what a ticket means --------------------------------------------------------------------------------------------
 
 struct MoveWork {
-  enum Kind { kPublish, kPull, kPad, kTail, kNothing, kEnd } kind;
+  enum Kind { kOwn, kPull, kPad, kTail, kNothing, kEnd } kind;
   int source;
   int chunk;
   int part;  // of a chunk; number of the expert or of the tail's part
 };
 
 __device__ inline MoveWork move_work(const World& world, const MoveInput& in, uint32_t ticket, int most) {
-  const int size = world.size, lead = size == 1 ? 0 : kMoveLead;
-  const uint32_t publishes = size == 1 ? 0 : kMoveParts, per_step = publishes + kMoveParts * size;
-  const uint32_t step = ticket / per_step, place = ticket % per_step;
+  const int size = world.size, lead = size == 1 || in.is_registered ? 0 : kMoveLead;
+  const uint32_t per_step = kMoveParts * size, step = ticket / per_step, place = ticket % per_step;
   if (step < static_cast<uint32_t>(most + lead)) {
-    if (place < publishes) {
-      return {static_cast<int>(step) < most ? MoveWork::kPublish : MoveWork::kNothing, world.rank,
-              static_cast<int>(step), static_cast<int>(place)};
+    const int part = place % kMoveParts;
+    if (place < kMoveParts) {
+      return {static_cast<int>(step) < most ? MoveWork::kOwn : MoveWork::kNothing, world.rank, static_cast<int>(step),
+              part};
     }
-    const int pull = place - publishes, chunk = static_cast<int>(step) - lead;
-    const int source = (world.rank + 1 + pull / kMoveParts) % size;  // the own rows last
-    return {chunk < 0 ? MoveWork::kNothing : MoveWork::kPull, source, chunk, pull % kMoveParts};
+    const int source = (world.rank + static_cast<int>(place) / kMoveParts) % size;
+    const int chunk = static_cast<int>(step) - lead;
+    return {chunk < 0 ? MoveWork::kNothing : MoveWork::kPull, source, chunk, part};
   }
   const int rest = ticket - per_step * (most + lead);
   if (in.expert_major && rest < in.num_local) {
@@ -67,7 +67,7 @@ __device__ inline Span padding_of(const World& world, const MoveInput& in, const
 
 // By a whole warp: until source `work.source` has published the chunk.
 __device__ inline bool chunk_arrived(const World& world, const Turn& turn, const MoveWork& work) {
-  if (work.source == world.rank || is_registered(world, turn, work.source)) {
+  if (is_registered(world, turn, work.source)) {
     return true;
   }
   bool arrived = true;
@@ -79,11 +79,10 @@ __device__ inline bool chunk_arrived(const World& world, const Turn& turn, const
   return __all_sync(kFullWarp, arrived);
 }
 
-// By a whole warp, after its rows are written and fenced.
+// By a whole warp that has seen the rows of the part written: tells the peers. The release orders them for all.
 __device__ inline void post_chunk(const World& world, const Turn& turn, const MoveWork& work) {
   __syncwarp();
   if (lane_idx() < world.size && lane_idx() != world.rank) {
-    __threadfence_system();
     post_flag(world, turn, lane_idx(), work.chunk * kMoveParts + work.part);
   }
   __syncwarp();
@@ -102,11 +101,31 @@ __device__ inline void pad_rows(const MoveInput& in, const Span& span, int first
 
 // -- rows through registers: every GPU --------------------------------------------------------------------------------
 
-// By a whole warp: copies a row to each place; `mine` is the row number that this lane knows, -1 for none.
-__device__ inline void copy_row(const char* source, char* out, int64_t row_bytes, int mine, int mine_too) {
+// Where compact row i goes: the row number that this lane knows of, -1 for none, and one more where K > 32.
+struct Places {
+  int mine;
+  int mine_too;
+};
+
+// By a whole warp.
+__device__ inline Places places_of(const MoveInput& in, int64_t compact) {
+  const int lane = lane_idx();
+  if (compact < 0) {
+    return {-1, -1};
+  }
+  if (!in.expert_major) {
+    return {lane == 0 && compact < in.num_rows ? static_cast<int>(compact) : -1, -1};
+  }
+  const int32_t* pairs = in.pair_row + compact * in.num_topk;
+  return {lane < in.num_topk ? pairs[lane] : -1, lane + 32 < in.num_topk ? pairs[lane + 32] : -1};
+}
+
+// By a whole warp: copies a row to each place, and to `staging` where that is given.
+__device__ inline void copy_row(const char* source, char* out, int64_t row_bytes, const Places& to,
+                                char* staging = nullptr) {
   constexpr int kBatch = 4;
-  const unsigned int places = __ballot_sync(kFullWarp, mine >= 0);
-  const unsigned int more_places = __ballot_sync(kFullWarp, mine_too >= 0);
+  const unsigned int places = __ballot_sync(kFullWarp, to.mine >= 0);
+  const unsigned int more_places = __ballot_sync(kFullWarp, to.mine_too >= 0);
   for (int64_t first = lane_idx() * 16; first - lane_idx() * 16 < row_bytes; first += kBatch * 512) {
     uint4 values[kBatch];
 #pragma unroll
@@ -115,9 +134,15 @@ __device__ inline void copy_row(const char* source, char* out, int64_t row_bytes
         values[i] = load_16(source + first + i * 512);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kBatch && staging != nullptr; ++i) {
+      if (first + i * 512 < row_bytes) {
+        store_16(staging + first + i * 512, values[i]);
+      }
+    }
     for (int half = 0; half < 2; ++half) {
       for (unsigned int left = half == 0 ? places : more_places; left != 0; left &= left - 1) {
-        const int64_t row = __shfl_sync(kFullWarp, half == 0 ? mine : mine_too, __ffs(left) - 1);
+        const int64_t row = __shfl_sync(kFullWarp, half == 0 ? to.mine : to.mine_too, __ffs(left) - 1);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (first + i * 512 < row_bytes) {
@@ -127,21 +152,6 @@ __device__ inline void copy_row(const char* source, char* out, int64_t row_bytes
       }
     }
   }
-}
-
-// Where compact row i goes: the row number that this lane knows of, and one more where K > 32.
-struct Places {
-  int mine;
-  int mine_too;
-};
-
-__device__ inline Places places_of(const MoveInput& in, int64_t compact) {
-  const int lane = lane_idx();
-  if (!in.expert_major) {
-    return {lane == 0 && compact < in.num_rows ? static_cast<int>(compact) : -1, -1};
-  }
-  const int32_t* pairs = in.pair_row + compact * in.num_topk;
-  return {lane < in.num_topk ? pairs[lane] : -1, lane + 32 < in.num_topk ? pairs[lane + 32] : -1};
 }
 
 // Where the rows of a kind begin, and how far they are apart.
@@ -155,22 +165,44 @@ __device__ inline Place staging_place(const World& world, const MoveInput& in, c
   return {slot_of(world, rank, turn) + (kind == 0 ? 0 : num_tokens * in.rows[0].row_bytes), in.rows[kind].row_bytes};
 }
 
-// What `source` sends: the caller's own rows, a peer's caller's rows, or a peer's staging.
+// What `source`, a peer, sends: its caller's rows, or its staging.
 __device__ inline Place source_place(const World& world, const MoveInput& in, const Turn& turn, int source, int kind) {
-  if (source == world.rank) {
-    return {in.rows[kind].x, in.rows[kind].stride_bytes};
-  }
   const int64_t* words = world.control[world.rank]->headers[source][turn.slot].words + kRegisteredWord;
-  if (words[0] != 0) {
-    return {world.blocks[words[0] - 1][source] + words[1 + 2 * kind], words[2 + 2 * kind]};
+  if (words[0] != 0 && in.rows[kind].row_bytes > 0) {
+    return {world.blocks[(words[0] >> 8 * kind & 0xFF) - 1][source] + words[1 + 2 * kind], words[2 + 2 * kind]};
   }
   return staging_place(world, in, turn, source, kind);
 }
 
-__device__ inline void fill_outputs(const MoveInput& in) {
-  for (const Rows& rows : in.rows) {
-    fill_output({rows.out, in.num_rows * rows.row_bytes, rows.poison});
+// Where an own token goes.
+struct OwnToken {
+  int compact_row;  // on this rank, -1 for none
+  bool is_wanted;   // by a peer
+};
+
+__device__ inline OwnToken own_token(const World& world, const MoveInput& in, int64_t token) {
+  OwnToken own = {-1, false};
+  for (int rank = 0; rank < world.size; ++rank) {
+    const int row = in.token_row[token * world.size + rank];
+    own.is_wanted |= rank != world.rank && row >= 0;
+    own.compact_row = rank == world.rank ? row : own.compact_row;
   }
+  return own;
+}
+
+// By every block of a dispatch, last thing.
+__device__ inline void end_move(const Call& call, const MoveInput& in, const Turn& turn, uint32_t verdict) {
+  if (!is_last_block(call.world.state)) {
+    return;
+  }
+  Output outputs[kRowKinds];
+  for (int kind = 0; kind < kRowKinds; ++kind) {
+    outputs[kind] = {in.rows[kind].out, in.num_rows * in.rows[kind].row_bytes, in.rows[kind].poison};
+    if (verdict == kGo && in.geometry[Geometry::kOverflowed] != 0) {
+      fill_output(outputs[kind]);
+    }
+  }
+  close_call(call, turn, verdict, outputs, kRowKinds, in.is_registered);
 }
 
 }  // namespace moe_ep

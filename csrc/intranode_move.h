@@ -22,7 +22,8 @@ struct MoveInput {
   Rows rows[kRowKinds];
   int64_t num_tokens;
   const int32_t* recv_token;
-  const int32_t* pair_row;  // expert_major only
+  const int32_t* token_row;  // [T, W]
+  const int32_t* pair_row;   // expert_major only
   int num_topk;
   int num_local;
   bool expert_major;
@@ -38,9 +39,10 @@ struct MoveWeights {
   void* grad_weights;   // [R], or null
 };
 
-// `use_tma`, and `bulk`, take the path of sm_90 and later; the others run everywhere. The weighted one there takes at
-// most 31 slots a token.
-void launch_move(const Call& call, const MoveInput& input, bool use_tma, int num_sms, cudaStream_t stream);
+// `bulk` takes the path of sm_90 and later; the others run everywhere. The weighted one there takes at most 31 slots a
+// token.
+void launch_move(const Call& call, const MoveInput& input, int num_sms, cudaStream_t stream);
+void launch_move_bulk(const Call& call, const MoveInput& input, int num_sms, cudaStream_t stream);
 // Whether the machine code that this GPU runs has the path of sm_90: code for an older one, or PTX of it, has not.
 bool has_bulk_copies();
 void launch_move_weighted(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,

@@ -18,9 +18,11 @@ constexpr int kBlockBytes = kLoads * kTeamThreads * 16;
 // By a whole team.
 __device__ void team_sync(int team) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory"); }
 
+// By a whole team: a row to `staging`, where that is given, and weighted to the places of compact row `compact`, where
+// that is not -1.
 template <typename Elem>
 __device__ void move_row_weighted(const MoveInput& in, const MoveWeights& w, const char* source, int64_t compact,
-                                  int team, typename RowMath<Elem>::Wide* partial) {
+                                  char* staging, int team, typename RowMath<Elem>::Wide* partial) {
   using Math = RowMath<Elem>;
   using Wide = typename Math::Wide;
   const int thread = threadIdx.x % kTeamThreads;
@@ -32,9 +34,12 @@ __device__ void move_row_weighted(const MoveInput& in, const MoveWeights& w, con
       const int64_t at = begin + (i * kTeamThreads + thread) * 16;
       if (at < in.rows[0].row_bytes) {
         values[i] = load_16(source + at);
+        if (staging != nullptr) {
+          store_16(staging + at, values[i]);
+        }
       }
     }
-    for (int k = 0; k < in.num_topk; ++k) {
+    for (int k = 0; k < in.num_topk && compact >= 0; ++k) {
       const int64_t row = pairs[k];
       if (row < 0) {
         continue;
@@ -96,14 +101,15 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
       if (work.kind == MoveWork::kEnd) {
         break;
       }
-      if (work.kind == MoveWork::kPublish) {
+      if (work.kind == MoveWork::kOwn) {
         const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
         char* staging = slot_of(world, world.rank, turn);
-        for (int64_t token = span.first + warp; token < span.first + span.count; token += kTeamWarps) {
-          copy_row(in.rows[0].x + token * in.rows[0].stride_bytes, staging, in.rows[0].row_bytes,
-                   lane_idx() == 0 ? static_cast<int>(token) : -1, -1);
+        for (int64_t token = span.first; token < span.first + span.count; ++token) {
+          const OwnToken own = own_token(world, in, token);
+          move_row_weighted<Elem>(
+              in, w, in.rows[0].x + token * in.rows[0].stride_bytes, overflowed ? -1 : own.compact_row,
+              own.is_wanted ? staging + token * in.rows[0].row_bytes : nullptr, team, partial[team]);
         }
-        __threadfence_system();
         team_sync(team);
         if (warp == 0) {
           post_chunk(world, turn, work);
@@ -125,7 +131,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
         }
         const Place source = source_place(world, in, turn, work.source, 0);
         for (int64_t row = span.first; row < span.first + span.count; ++row) {
-          move_row_weighted<Elem>(in, w, source.rows + in.recv_token[row] * source.stride_bytes, row, team,
+          move_row_weighted<Elem>(in, w, source.rows + in.recv_token[row] * source.stride_bytes, row, nullptr, team,
                                   partial[team]);
         }
       } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {

@@ -13,67 +13,123 @@ namespace {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // Term 0 is x; term 1 + n is made row number n, in slot order. Place and weight number n are those of row n. What is
-// fetched is x alone where no gradient of the weights is wanted.
+// fetched is x alone where no gradient of the weights is wanted, and nothing where nobody wants the row.
+
+// By a whole warp: the row of token number i comes from `x[i]` and goes to the places of compact row `row[i]` (-1:
+// none) and, where `staged` has bit i, to staging.
 template <typename Wide>
-__device__ int describe_row(const MoveInput& in, const MoveWeights& w, const Place& source, int64_t row,
-                            Item<Wide>& item) {
+__device__ void describe_rows(const MoveInput& in, const MoveWeights& w, const char* const (&x)[kDescribed],
+                              const int64_t (&row)[kDescribed], unsigned int staged, int count,
+                              Item<Wide>* (&items)[kDescribed]) {
   const int lane = lane_idx();
-  const int mine = lane < in.num_topk ? in.pair_row[row * in.num_topk + lane] : -1;
-  const unsigned int mask = __ballot_sync(kFullWarp, mine >= 0);
-  if (mine >= 0) {
-    const int number = __popc(mask & ((1u << lane) - 1));
-    item.place[number] = mine;
-    item.weight[number] = static_cast<const Wide*>(w.weights)[mine];
-    item.address[1 + number] = reinterpret_cast<uint64_t>(w.rows) + mine * in.rows[0].row_bytes;
+  int mine[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    mine[i] = row[i] >= 0 && lane < in.num_topk ? in.pair_row[row[i] * in.num_topk + lane] : -1;
   }
-  const int num_places = __popc(mask), count = w.rows == nullptr ? 1 : 1 + num_places;
-  if (lane == 0) {
-    item.address[0] = reinterpret_cast<uint64_t>(source.rows + in.recv_token[row] * source.stride_bytes);
-    item.num_own = num_places;
-    item.count = count;
+  Wide weight[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    weight[i] = mine[i] >= 0 ? static_cast<const Wide*>(w.weights)[mine[i]] : Wide(0);
   }
-  return count;
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    const unsigned int mask = __ballot_sync(kFullWarp, mine[i] >= 0);
+    if (mine[i] >= 0) {
+      const int number = __popc(mask & ((1u << lane) - 1));
+      items[i]->place[number] = mine[i];
+      items[i]->weight[number] = weight[i];
+      items[i]->address[1 + number] = reinterpret_cast<uint64_t>(w.rows) + mine[i] * in.rows[0].row_bytes;
+    }
+    if (lane == 0 && i < count) {
+      const int num_places = __popc(mask);
+      const bool is_staged = (staged >> i & 1) != 0;
+      items[i]->address[0] = reinterpret_cast<uint64_t>(x[i]);
+      items[i]->num_own = num_places;
+      items[i]->is_staged = is_staged;
+      items[i]->count = num_places == 0 && !is_staged ? 0 : w.rows == nullptr ? 1 : 1 + num_places;
+    }
+  }
 }
 
-// By the adding warps of a team: compact rows [first, end).
+// Compact rows from `first` on, which `source` sent.
+template <typename Wide>
+__device__ void describe_pulled(const MoveInput& in, const MoveWeights& w, const Place& source, int64_t first,
+                                int count, Item<Wide>* (&items)[kDescribed]) {
+  const char* x[kDescribed];
+  int64_t row[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    row[i] = i < count ? first + i : -1;
+    x[i] = source.rows + (i < count ? in.recv_token[first + i] : 0) * source.stride_bytes;
+  }
+  describe_rows(in, w, x, row, 0, count, items);
+}
+
+// Own tokens from `first` on.
+template <typename Wide>
+__device__ void describe_tokens(const World& world, const MoveInput& in, const MoveWeights& w, bool overflowed,
+                                int64_t first, int count, Item<Wide>* (&items)[kDescribed]) {
+  const int lane = lane_idx();
+  int rank_row[kDescribed];
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    rank_row[i] = i < count && lane < world.size ? in.token_row[(first + i) * world.size + lane] : -1;
+  }
+  const char* x[kDescribed];
+  int64_t row[kDescribed];
+  unsigned int staged = 0;
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    const int own = __shfl_sync(kFullWarp, rank_row[i], world.rank);
+    row[i] = overflowed ? -1 : own;
+    x[i] = in.rows[0].x + (first + i) * in.rows[0].stride_bytes;
+    staged |= __any_sync(kFullWarp, lane != world.rank && rank_row[i] >= 0) ? 1u << i : 0u;
+  }
+  describe_rows(in, w, x, row, staged, count, items);
+}
+
+// By the adding warps of a team: rows [first, end) of the source. `staging` is where row 0 lies there, for those that
+// are staged.
 template <int kTeam, typename Elem, typename Wide>
 __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const MoveWeights& w, int64_t first,
-                           int64_t end, Wide (*partial)[kMaxTerms]) {
+                           int64_t end, char* staging, Wide (*partial)[kMaxTerms]) {
   using Math = RowMath<Elem>;
+  constexpr int kStep = kTeam * 512;
   const int64_t row_bytes = in.rows[0].row_bytes;
   for (int64_t row = first; row < end; ++row) {
     const Item<Wide>& item = team.next_item();
     const int num_places = item.num_own;
+    const bool is_staged = item.is_staged;
+    const int num_terms = item.count;
     Wide dots = 0;  // lane j: of place j, over the pieces so far
-    for (int64_t offset = 0; offset < row_bytes; offset += team.cut.piece_bytes) {
-      const int64_t ends = min64(offset + team.cut.piece_bytes, row_bytes);
-      uint4 x[kRingLoads];
-      team.take([&](int i, uint4 term) { x[i] = term; });
+    for (int64_t offset = 0; offset < row_bytes && num_terms > 0; offset += team.cut.piece_bytes) {
+      const int num_bytes = static_cast<int>(min64(team.cut.piece_bytes, row_bytes - offset));
+      team.wait_terms(num_terms);
+      for (int at = team.thread() * 16; at < num_bytes && is_staged; at += kStep) {
+        store_16(staging + row * row_bytes + offset + at, team.term(0, at));
+      }
 #pragma unroll 1
       for (int j = 0; j < num_places; ++j) {
-        const int64_t place = item.place[j];
+        char* out = in.rows[0].out + item.place[j] * row_bytes + offset;
         const Wide weight = item.weight[j];
+        Wide dot = 0;
+#pragma unroll 2
+        for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
+          const uint4 x = team.term(0, at);
+          store_16(out + at, Math::scale(x, weight));
+          if (w.rows != nullptr) {
+            dot += Math::dot(x, team.term(1 + j, at));
+          }
+        }
         if (w.rows != nullptr) {
-          Wide dot = 0;
-          team.take([&](int i, uint4 made) {
-            if (team.place(offset, i) < ends) {
-              dot += Math::dot(x[i], made);
-            }
-          });
           for (int step = 16; step > 0; step /= 2) {
             dot += __shfl_xor_sync(kFullWarp, dot, step);
           }
           dots += lane_idx() == j ? dot : Wide(0);
         }
-        char* out = in.rows[0].out + place * row_bytes;
-#pragma unroll
-        for (int i = 0; i < kRingLoads; ++i) {
-          const int64_t at = team.place(offset, i);
-          if (at < ends) {
-            store_16(out + at, Math::scale(x[i], weight));
-          }
-        }
       }
+      team.release_terms(num_terms);
     }
     if (w.rows != nullptr) {
       partial[team.thread() / 32][lane_idx()] = dots;
@@ -99,6 +155,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   extern __shared__ __align__(128) char shared[];
   __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
   __shared__ Wide partial[kNumTeams<kTeam>][kTeam][kMaxTerms];
+  static_assert(kRingBytes + sizeof(states) + sizeof(partial) + 1024 <= 227 * 1024, "shared memory of an SM");
   const World& world = call.world;
   const Turn turn = turn_of(world);
   Team<kTeam, Wide> team(shared, states, cut);
@@ -106,6 +163,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
   const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
   if (verdict == kGo && team.fetches()) {
+    team.draw_ticket(world.state);
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
       const MoveWork work = move_work(world, in, ticket, most);
@@ -122,7 +180,13 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         const Span span = rows_of(world, in, work);
         const Place source = source_place(world, in, turn, work.source, 0);
         team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
-                   [&](int64_t row, Item<Wide>& item) { return describe_row(in, w, source, row, item); });
+                   [&](int64_t row, int count, auto& items) { describe_pulled(in, w, source, row, count, items); });
+      } else if (work.kind == MoveWork::kOwn) {
+        const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+        team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
+                   [&](int64_t token, int count, auto& items) {
+                     describe_tokens(world, in, w, overflowed, token, count, items);
+                   });
       }
     }
   } else if (verdict == kGo) {
@@ -132,29 +196,31 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       if (ticket == kNoTicket || work.kind == MoveWork::kEnd) {
         break;
       }
-      if (work.kind == MoveWork::kPublish) {
-        const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
-        char* staging = slot_of(world, world.rank, turn);
-        for (int64_t token = span.first + team.thread() / 32; token < span.first + span.count; token += kTeam) {
-          copy_row(in.rows[0].x + token * in.rows[0].stride_bytes, staging, in.rows[0].row_bytes,
-                   lane_idx() == 0 ? static_cast<int>(token) : -1, -1);
-        }
-        fence_copy_engine();
-        __threadfence_system();
-        team.sync_adders();
-        if (team.thread() < 32) {
+      team.begin_rows(!team.sends());
+      if (team.sends()) {
+        team.pass_rows();
+        if (work.kind == MoveWork::kOwn) {
+          team.wait_passed(team.num_tickets);
           post_chunk(world, turn, work);
         }
-      } else if (work.kind == MoveWork::kPull && !overflowed) {
-        const Span span = rows_of(world, in, work);
-        weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, partial[team.number()]);
-      } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
-        const Span span = padding_of(world, in, work);
-        pad_rows(in, span, team.thread(), kTeam * 32);
-        for (int64_t i = team.thread(); w.grad_weights != nullptr && i < span.count; i += kTeam * 32) {
-          static_cast<Wide*>(w.grad_weights)[span.first + i] = 0;
+      } else {
+        if (work.kind == MoveWork::kOwn) {
+          const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+          weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, slot_of(world, world.rank, turn),
+                                  partial[team.number()]);
+        } else if (work.kind == MoveWork::kPull && !overflowed) {
+          const Span span = rows_of(world, in, work);
+          weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, nullptr, partial[team.number()]);
+        } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
+          const Span span = padding_of(world, in, work);
+          pad_rows(in, span, team.thread(), kTeam * 32);
+          for (int64_t i = team.thread(); w.grad_weights != nullptr && i < span.count; i += kTeam * 32) {
+            static_cast<Wide*>(w.grad_weights)[span.first + i] = 0;
+          }
         }
+        team.pass_rows();
       }
+      team.release_ticket();
     }
   }
   if (!is_last_block(world.state)) {
@@ -184,13 +250,14 @@ __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __
 
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                                int num_sms, cudaStream_t stream) {
+  const int max_terms = weights.rows == nullptr ? 1 : 1 + input.num_topk;
   for_team(input.rows[0].row_bytes, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input, weights,
-                                                                   cut_of<kTeam>(input.rows[0].row_bytes));
+                                                                   cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
     });
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");

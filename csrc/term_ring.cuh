@@ -1,6 +1,7 @@
-// Rows on their way to a sum, sm_90 and later. A team is one warp that fetches and kTeam warps that add. What an output
-// row is made of, its terms, comes into a ring of stages by the copy engine; the fetching warp runs ahead by the length
-// of the ring, across pieces, rows and tickets.
+// Rows on their way to a sum, sm_90 and later. A team is one warp that fetches, kTeam warps that add, and one that
+// sends. What an output row is made of, its terms, comes into a ring of stages by the copy engine; the fetching warp
+// runs ahead by the length of the ring, across pieces, rows and tickets. The sending warp posts flags, since a flag
+// waits for stores, and copies rows that need no sum.
 #pragma once
 
 #include <type_traits>
@@ -10,21 +11,19 @@
 
 namespace moe_ep {
 
-constexpr int kRingLoads = 4;  // of 16 bytes that a thread takes from a stage
-constexpr int kRingBytes = 204 * 1024;
-constexpr int kMaxRingStages = 16;
+constexpr int kRingBytes = 192 * 1024;
+constexpr int kMaxPieceBytes = 8192;
+constexpr int kMaxRingStages = 32;
 constexpr int kMaxTerms = 32;
 constexpr uint32_t kNoTicket = ~0u;
 
-// Teams of a block: as many as its registers serve.
+// Teams of a block.
 template <int kTeam>
-constexpr int kNumTeams = kTeam == 1   ? 7
-                          : kTeam == 2 ? 5
-                                       : 3;
+constexpr int kNumTeams = kTeam == 2 ? 5 : 4;
 template <int kTeam>
-constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 1) * 32;
+constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 2) * 32;
 
-// How rows of some length are cut: as many pieces as need be, each for a team at once.
+// How rows of some length are cut: so that all terms of a piece lie in the ring together.
 struct Cut {
   int piece_bytes;  // the last piece of a row may be shorter
   int stage_bytes;
@@ -32,23 +31,21 @@ struct Cut {
 };
 
 template <int kTeam>
-inline Cut cut_of(int64_t row_bytes) {
-  constexpr int64_t kMost = kRingLoads * kTeam * 512;
-  const int64_t count = (row_bytes + kMost - 1) / kMost;
+inline Cut cut_of(int64_t row_bytes, int max_terms) {
+  const int ring_bytes = kRingBytes / kNumTeams<kTeam>;
+  const int fit = ring_bytes / max_terms / 128 * 128, most = fit < kMaxPieceBytes ? fit : kMaxPieceBytes;
+  const int64_t count = (row_bytes + most - 1) / most;
   Cut cut;
   cut.piece_bytes = static_cast<int>((row_bytes / 16 + count - 1) / count * 16);
   cut.stage_bytes = (cut.piece_bytes + 127) / 128 * 128;
-  const int fit = kRingBytes / kNumTeams<kTeam> / cut.stage_bytes;
-  cut.num_stages = fit < kMaxRingStages ? fit : kMaxRingStages;
+  cut.num_stages = ring_bytes / cut.stage_bytes < kMaxRingStages ? ring_bytes / cut.stage_bytes : kMaxRingStages;
   return cut;
 }
 
-// What serves rows of this length: a warp takes 2 KiB at once.
+// What serves rows of this length.
 template <typename Launch>
 inline void for_team(int64_t row_bytes, Launch launch) {
   if (row_bytes <= 2048) {
-    launch(std::integral_constant<int, 1>());
-  } else if (row_bytes <= 4096) {
     launch(std::integral_constant<int, 2>());
   } else {
     launch(std::integral_constant<int, 4>());
@@ -65,6 +62,7 @@ struct Item {
   int num_own;
   int peers_before;
   bool is_lost;          // a rank that the row needs gave its rows up
+  bool is_staged;        // the first term goes to staging as it is
   int place[kMaxTerms];  // for whoever needs to know which row a term is
   uint64_t address[kMaxTerms];
   Wide weight[kMaxTerms];
@@ -72,14 +70,26 @@ struct Item {
 
 // One team's part of shared memory beside its stages. `full` is for the warps that add, `empty` for the one that
 // fetches. Tickets and items are handed on in rings of their own.
-constexpr int kItems = 4;
+constexpr int kItems = 8;
+constexpr int kDescribed = 4;  // rows that are looked up together, since one look-up waits as long as some
+
+constexpr int kTickets = 4;
+
+// What comes of a ticket begins at this place of the rings.
+struct Begin {
+  uint32_t ticket;
+  uint32_t num_items;
+  int stage;
+  uint32_t parity;
+};
 
 template <typename Wide>
 struct TeamState {
   uint64_t full[kMaxRingStages], empty[kMaxRingStages];
   uint64_t item_full[kItems], item_empty[kItems];
-  uint64_t ticket_full[2], ticket_empty[2];
-  uint32_t tickets[2];
+  uint64_t ticket_full[kTickets], ticket_empty[kTickets];
+  uint64_t passed[kTickets];  // all that was fetched for the ticket has come, and the sums of it are written
+  Begin begins[kTickets];
   Item<Wide> items[kItems];
 };
 
@@ -91,7 +101,9 @@ struct Team {
   int stage = 0;
   uint32_t parity = 0;
   uint32_t num_items = 0;
-  uint32_t num_tickets = 0;
+  uint32_t num_tickets = 0;  // so far; of a warp that adds or sends, those before the one in hand
+  uint32_t upcoming = 0;     // ticket, in lane 0 of the fetching warp: drawn early, since drawing takes a while
+  bool had_last = true;      // of a warp that adds or sends: the rows of the last ticket were for it
 
   // By all threads of a block; `shared` holds kRingBytes.
   __device__ Team(char* shared, TeamState<Wide>* all, const Cut& how) : state(all[number()]), cut(how) {
@@ -103,19 +115,21 @@ struct Team {
         init_barrier(&state.item_full[lane_idx()], 1);
         init_barrier(&state.item_empty[lane_idx()], kTeam);
       }
-      if (lane_idx() < 2) {
+      if (lane_idx() < kTickets) {
         init_barrier(&state.ticket_full[lane_idx()], 1);
-        init_barrier(&state.ticket_empty[lane_idx()], kTeam);
+        init_barrier(&state.ticket_empty[lane_idx()], kTeam + 1);
+        init_barrier(&state.passed[lane_idx()], kTeam + 1);
       }
     }
     fence_copy_engine();
     __syncthreads();
   }
 
-  __device__ static int number() { return warp_idx() / (kTeam + 1); }
-  __device__ static bool fetches() { return warp_idx() % (kTeam + 1) == kTeam; }
+  __device__ static int number() { return warp_idx() / (kTeam + 2); }
+  __device__ static bool fetches() { return warp_idx() % (kTeam + 2) == kTeam; }
+  __device__ static bool sends() { return warp_idx() % (kTeam + 2) == kTeam + 1; }
   // Of a thread that adds, among those of its team.
-  __device__ static int thread() { return warp_idx() % (kTeam + 1) * 32 + lane_idx(); }
+  __device__ static int thread() { return warp_idx() % (kTeam + 2) * 32 + lane_idx(); }
 
   __device__ void skip_stages(int count) {
     stage += count;
@@ -125,67 +139,157 @@ struct Team {
     }
   }
 
-  // By the fetching warp: takes a ticket, once there is room to hand it on.
-  __device__ uint32_t take_ticket(State* rank_state) {
-    wait_barrier(&state.ticket_empty[num_tickets % 2], (num_tickets / 2 + 1) % 2);
-    return warp_ticket(rank_state);
+  // By the fetching warp, before its first ticket.
+  __device__ void draw_ticket(State* rank_state) {
+    if (lane_idx() == 0) {
+      upcoming = atomicAdd(&rank_state->next_ticket, 1u);
+    }
   }
 
-  // By the fetching warp: tells the adding warps. kNoTicket: nothing comes any more.
+  // By the fetching warp. It works off its tickets in order, so holding the next one keeps nobody waiting for ever.
+  __device__ uint32_t take_ticket(State* rank_state) {
+    const uint32_t ticket = __shfl_sync(kFullWarp, upcoming, 0);
+    draw_ticket(rank_state);
+    return ticket;
+  }
+
+  // By the fetching warp: tells the others. kNoTicket: nothing comes any more.
   __device__ void hand_on(uint32_t ticket) {
-    const uint32_t slot = num_tickets % 2;
+    const uint32_t slot = num_tickets % kTickets;
+    wait_barrier(&state.ticket_empty[slot], (num_tickets / kTickets + 1) % 2);
     if (lane_idx() == 0) {
-      state.tickets[slot] = ticket;
+      state.begins[slot] = {ticket, num_items, stage, parity};
       arrive(&state.ticket_full[slot]);
     }
     ++num_tickets;
     __syncwarp();
   }
 
-  // By the adding warps: the same tickets.
+  // By the other warps: the same tickets. For each of them a warp says once whether its rows are for it (`begin_rows`),
+  // once that it has passed them, and once that it needs the ticket no more.
   __device__ uint32_t get_ticket() {
-    const uint32_t slot = num_tickets % 2;
-    wait_barrier(&state.ticket_full[slot], num_tickets / 2 % 2);
-    const uint32_t ticket = *static_cast<volatile uint32_t*>(&state.tickets[slot]);
-    __syncwarp();
-    if (lane_idx() == 0) {
-      arrive(&state.ticket_empty[slot]);
-    }
-    ++num_tickets;
-    return ticket;
+    const uint32_t slot = num_tickets % kTickets;
+    wait_barrier(&state.ticket_full[slot], num_tickets / kTickets % 2);
+    const Begin& begin = state.begins[slot];
+    num_items = begin.num_items;
+    stage = begin.stage;
+    parity = begin.parity;
+    return begin.ticket;
   }
 
-  // By the fetching warp: says what output rows [first, end) are made of (`describe(row, item)`, by all lanes) and
-  // brings their terms, piece by piece, a lane a term.
+  // A wait for a stage knows the use of it only by its parity. So a warp that was not there for the rows before waits
+  // until those who were have seen them come.
+  __device__ void begin_rows(bool for_me) {
+    if (for_me && !had_last) {
+      wait_passed(num_tickets - 1);
+    }
+    had_last = for_me;
+  }
+
+  __device__ void pass_rows() {
+    __syncwarp();
+    if (lane_idx() == 0) {
+      arrive(&state.passed[num_tickets % kTickets]);
+    }
+  }
+
+  __device__ void wait_passed(uint32_t number) {
+    wait_barrier(&state.passed[number % kTickets], number / kTickets % 2);
+  }
+
+  __device__ void release_ticket() {
+    __syncwarp();
+    if (lane_idx() == 0) {
+      arrive(&state.ticket_empty[num_tickets % kTickets]);
+    }
+    ++num_tickets;
+  }
+
+  // By the fetching warp: says what output rows [first, end) are made of and brings their terms, piece by piece, a lane
+  // a term. `describe(row, count, items)`, by all lanes, writes the `count` (at most kDescribed) items from `row` on.
   template <typename Describe>
   __device__ void fetch(int64_t row_bytes, int64_t first, int64_t end, Describe describe) {
-    for (int64_t row = first; row < end; ++row) {
-      const uint32_t slot = num_items % kItems;
-      wait_barrier(&state.item_empty[slot], (num_items / kItems + 1) % 2);
-      Item<Wide>& item = state.items[slot];
-      const int count = describe(row, item);
-      __syncwarp();
-      if (lane_idx() == 0) {
-        arrive(&state.item_full[slot]);
+    for (int64_t row = first; row < end; row += kDescribed) {
+      const int count = static_cast<int>(min64(kDescribed, end - row));
+      Item<Wide>* items[kDescribed];
+#pragma unroll
+      for (int i = 0; i < kDescribed; ++i) {
+        const uint32_t number = num_items + i;
+        items[i] = &state.items[number % kItems];
+        if (i < count) {
+          wait_barrier(&state.item_empty[number % kItems], (number / kItems + 1) % 2);
+        }
       }
-      ++num_items;
+      describe(row, count, items);
+      __syncwarp();
+      if (lane_idx() < count) {
+        arrive(&state.item_full[(num_items + lane_idx()) % kItems]);
+      }
+      for (int i = 0; i < count; ++i) {
+        fetch_terms(row_bytes, state.items[(num_items + i) % kItems]);
+      }
+      num_items += count;
+    }
+  }
+
+  __device__ void fetch_terms(int64_t row_bytes, const Item<Wide>& item) {
+    const int count = item.count, lane = lane_idx();
+    for (int64_t offset = 0; offset < row_bytes && count > 0; offset += cut.piece_bytes) {
+      if (lane < count) {
+        const bool wraps = stage + lane >= cut.num_stages;
+        const int mine = stage + lane - (wraps ? cut.num_stages : 0);
+        wait_barrier(&state.empty[mine], parity ^ (wraps ? 0 : 1));
+        load_bulk(stages + mine * cut.stage_bytes, reinterpret_cast<const char*>(item.address[lane]) + offset,
+                  static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)), &state.full[mine]);
+      }
+      __syncwarp();
+      skip_stages(count);
+    }
+  }
+
+  // By the fetching warp: brings rows [first, end), which lie behind each other from `rows` on, without items.
+  __device__ void fetch_rows(const char* rows, int64_t row_bytes, int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
       for (int64_t offset = 0; offset < row_bytes; offset += cut.piece_bytes) {
-        const uint32_t num_bytes = static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset));
-        for (int begin = 0; begin < count; begin += cut.num_stages) {
-          const int batch = min(count - begin, cut.num_stages);
-          if (lane_idx() < batch) {
-            const bool wraps = stage + lane_idx() >= cut.num_stages;
-            const int mine = stage + lane_idx() - (wraps ? cut.num_stages : 0);
-            wait_barrier(&state.empty[mine], parity ^ (wraps ? 0 : 1));
-            load_bulk(stages + mine * cut.stage_bytes,
-                      reinterpret_cast<const char*>(item.address[begin + lane_idx()]) + offset, num_bytes,
-                      &state.full[mine]);
+        if (lane_idx() == 0) {
+          wait_barrier(&state.empty[stage], parity ^ 1);
+          load_bulk(stages + stage * cut.stage_bytes, rows + row * row_bytes + offset,
+                    static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)), &state.full[stage]);
+        }
+        skip_stages(1);
+      }
+    }
+    __syncwarp();
+  }
+
+  // By the sending warp: copies those rows to where row 0 would lie at `out`, by the copy engine, and passes them; they
+  // are written when this returns.
+  __device__ void copy_rows(char* out, int64_t row_bytes, int64_t first, int64_t end) {
+    int unread = -1;  // stage that may still be read
+    if (lane_idx() == 0) {
+      for (int64_t row = first; row < end; ++row) {
+        for (int64_t offset = 0; offset < row_bytes; offset += cut.piece_bytes) {
+          wait_barrier(&state.full[stage], parity);
+          store_bulk(out + row * row_bytes + offset, stages + stage * cut.stage_bytes,
+                     static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)));
+          commit_stores();
+          if (unread >= 0) {
+            wait_stores_read<1>();
+            arrive(&state.empty[unread], kTeam);
           }
-          __syncwarp();
-          skip_stages(batch);
+          unread = stage;
+          skip_stages(1);
         }
       }
     }
+    pass_rows();
+    if (lane_idx() == 0 && first < end) {
+      wait_stores_read<0>();
+      arrive(&state.empty[unread], kTeam);
+      wait_stores();
+      fence_copy_engine();
+    }
+    __syncwarp();
   }
 
   // By the adding warps: what the next output row is made of, until `release`.
@@ -203,34 +307,33 @@ struct Team {
     ++num_items;
   }
 
-  // By the adding warps: takes the next piece, of which this thread has 16 bytes number i (`use(i, bytes)`). Behind the
-  // end of a piece there are bytes of something else, which may be added but not stored.
-  template <typename Use>
-  __device__ void take(Use use) {
-    wait_barrier(&state.full[stage], parity);
-    const uint4* piece = reinterpret_cast<const uint4*>(stages + stage * cut.stage_bytes);
-#pragma unroll
-    for (int i = 0; i < kRingLoads; ++i) {
-      const int at = i * kTeam * 32 + thread();
-      use(i, at * 16 < cut.stage_bytes ? piece[at] : make_uint4(0, 0, 0, 0));
+  // By the adding warps: until the `count` terms of the next piece have come. They stay until `release_terms`.
+  __device__ void wait_terms(int count) {
+    for (int i = 0; i < count; ++i) {
+      const bool wraps = stage + i >= cut.num_stages;
+      wait_barrier(&state.full[stage + i - (wraps ? cut.num_stages : 0)], parity ^ (wraps ? 1 : 0));
     }
-    __syncwarp();
-    if (lane_idx() == 0) {
-      arrive(&state.empty[stage]);
-    }
-    skip_stages(1);
   }
 
-  // Where this thread's 16 bytes number i of a piece lie in the row.
-  __device__ int64_t place(int64_t offset, int i) const { return offset + (i * kTeam * 32 + thread()) * 16; }
+  __device__ void release_terms(int count) {
+    __syncwarp();
+    if (lane_idx() < count) {
+      const int mine = stage + lane_idx();
+      arrive(&state.empty[mine - (mine >= cut.num_stages ? cut.num_stages : 0)]);
+    }
+    skip_stages(count);
+  }
+
+  // 16 bytes of a term, `at` bytes into the piece.
+  __device__ uint4 term(int number, int at) const {
+    const int its = stage + number;
+    const char* piece = stages + (its - (its >= cut.num_stages ? cut.num_stages : 0)) * cut.stage_bytes;
+    return *reinterpret_cast<const uint4*>(piece + at);
+  }
 
   // By the adding warps: waits for each other.
   __device__ static void sync_adders() {
-    if constexpr (kTeam == 1) {
-      __syncwarp();
-    } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(number() + 1), "n"(kTeam * 32) : "memory");
-    }
+    asm volatile("bar.sync %0, %1;" ::"r"(number() + 1), "n"(kTeam * 32) : "memory");
   }
 };
 

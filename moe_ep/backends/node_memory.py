@@ -193,17 +193,21 @@ class NodeMemory:
         return bytes_of.view(dtype).view(tuple(shape))
 
     def places_of(self, kinds: Sequence[Tensor]) -> tuple[int, ...]:
-        """Where tensors of one block lie, for a header: number of the block, then offset and stride of each, bytes.
+        """Where tensors lie in blocks, for a header: a byte each with the number of the block, then offset and stride
+        of each, bytes.
 
-        Empty where they do not all lie in one.
+        Empty where one of them lies in none.
         """
-        for number, (begin, num_bytes) in enumerate(self._blocks, start=1):
-            if all(begin <= rows.data_ptr() < begin + num_bytes for rows in kinds):
-                places = [number]
-                for rows in kinds:
+        numbers, places = 0, []
+        for kind, rows in enumerate(kinds):
+            for number, (begin, num_bytes) in enumerate(self._blocks, start=1):
+                if begin <= rows.data_ptr() < begin + num_bytes:
+                    numbers |= number << 8 * kind
                     places += [rows.data_ptr() - begin, rows.stride(0) * rows.element_size()]
-                return tuple(places)
-        return ()
+                    break
+            else:
+                return ()
+        return (numbers, *places)
 
     def grow(self, num_bytes: int) -> None:
         """Replaces the segments by larger ones. Collective; no kernel of this rank runs on the old ones.

@@ -119,7 +119,7 @@ def test_registered_rows_are_read_in_place(node: FakeNode) -> None:
     assert newest(backend).arguments["is_registered"]
     assert newest(backend).words[PLACES] == (1, 0, 128, 0, 0)
     backend.dispatch_scaled(handle, x[:, :28].view(torch.uint8), x[:, 28:])
-    assert newest(backend).words[PLACES] == (1, 0, 128, 112, 128)
+    assert newest(backend).words[PLACES] == (1 | 1 << 8, 0, 128, 112, 128)
     assert newest(backend).arguments["is_registered"]
     backend.dispatch_scaled(handle, x[:, :28].view(torch.uint8), torch.ones(NUM_TOKENS, 4))
     assert not newest(backend).arguments["is_registered"], "the scales lie elsewhere"

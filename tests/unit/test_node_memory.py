@@ -218,8 +218,9 @@ def test_tensors_that_peers_read_lie_in_blocks_that_all_open(pair: FakeNode) -> 
     assert memory.places_of([rows]) == (1, 0, 12)
     assert memory.places_of([second[0]]) == (2, 0, 24)
     assert memory.places_of([rows[1:, 2:]]) == (1, 12 + 4, 12)
-    assert memory.places_of([rows[::2], rows[:, 3:]]) == (1, 0, 24, 6, 12)
-    assert memory.places_of([rows, second[0]]) == (), "two blocks are not one"
+    assert memory.places_of([rows[::2], rows[:, 3:]]) == (1 | 1 << 8, 0, 24, 6, 12)
+    assert memory.places_of([rows, second[0]]) == (1 | 2 << 8, 0, 12, 0, 24), "rows in one block, scales in another"
+    assert memory.places_of([rows, torch.zeros(4, 6)]) == ()
     assert memory.places_of([torch.zeros(4, 6)]) == ()
     assert memories[1].places_of([rows]) == (), "a block of another rank is not one's own"
 
