@@ -93,6 +93,7 @@ class _Travel:
         assert backend.stream is not None
         self._backend, self._stream, self._num_sms = backend, backend.stream, backend.num_sms
         self._work: Callable[[], None] | None = work
+        self._grad_enabled = torch.is_grad_enabled()  # for the work, also where an exchange is called without
         self._has_set_out = False  # the exchange of the forward, and has not moved its rows yet
         self._is_tied = False
         self._homeward: _Homeward | None = None
@@ -106,6 +107,13 @@ class _Travel:
         self._set_out()
         with self._on_own_stream():
             return self._backend.plan(request)
+
+    def plan_and_dispatch(
+        self, request: DispatchRequest, scales: Tensor | None
+    ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
+        self._set_out()
+        with self._moving():
+            return self._backend.plan_and_dispatch(request, scales)
 
     def open_combine(
         self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool, needs_grad: bool
@@ -138,7 +146,7 @@ class _Travel:
         self._has_set_out = True
         work, self._work = self._work, None
         if work is not None:
-            with sm_margin(self._num_sms, self._stream.device):
+            with sm_margin(self._num_sms, self._stream.device), torch.set_grad_enabled(self._grad_enabled):
                 work()
 
     @contextmanager
