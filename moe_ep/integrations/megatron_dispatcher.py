@@ -107,9 +107,8 @@ class ExchangeManager(_DispatchManager):
         """Takes the router's choice: `routing_map` bool and `probs`, both [T, E] or [T, ranks, local experts]."""
         routing_map_TE = routing_map.reshape(-1, self.num_experts)
         self.token_indices = expert_slots(routing_map_TE, self.num_slots)
-        unused = self.token_indices < 0
-        chosen_TK = probs.reshape(-1, self.num_experts).gather(1, self.token_indices.masked_fill(unused, 0))
-        self.token_probs = chosen_TK.masked_fill(unused, 0)
+        # What stands in a slot without an expert is neither sent nor given a gradient.
+        self.token_probs = probs.reshape(-1, self.num_experts).gather(1, self.token_indices.clamp(min=0))
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
