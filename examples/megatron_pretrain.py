@@ -4,9 +4,9 @@
     python examples/megatron_pretrain.py --dispatcher moe_ep      # alltoall, moe_ep or deep_ep-api alone
     ... --set train.dtype=bfloat16 --set train.steps=200          # change single settings of configs/megatron_tiny.yaml
 
-It starts its two ranks itself (torchrun is for clusters): on CPU over gloo, on two GPUs over NCCL and NVLink where there
-are two. `alltoall` is Megatron's own dispatcher, `moe_ep` this package's in Megatron's MoE layer, `deep_ep-api` is
-Megatron's flex dispatcher, unchanged, on this package under DeepEP's name.
+It starts its two ranks itself: on CPU over gloo, on two GPUs over NCCL and NVLink where there are two. `alltoall` is
+Megatron's own dispatcher, `moe_ep` this package's in Megatron's MoE layer, `deep_ep-api` is Megatron's flex dispatcher,
+unchanged, on this package under DeepEP's name.
 """
 
 from __future__ import annotations
