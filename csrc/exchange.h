@@ -148,6 +148,13 @@ inline __host__ __device__ int num_chunks(int64_t num_tokens) {
   return static_cast<int>((num_tokens + size - 1) / size);
 }
 
+// How many steps of tickets publishing runs ahead of the pulls that wait for it: as many as are under way together.
+// Ranks need not agree on it, since a wait for a chunk ends in the end at a chunk that nothing is waited for (8, 9).
+inline int lead_of(int num_in_flight, int tickets_a_step) {
+  const int steps = (num_in_flight + tickets_a_step - 1) / tickets_a_step;
+  return steps < 32 ? steps : 32;
+}
+
 inline __host__ __device__ int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace moe_ep

@@ -7,12 +7,17 @@
 #include "row_math.cuh"
 
 // Tickets of a call, in steps: step i reduces, for every peer, the rows of chunk i of its tokens, and adds up at home
-// the own tokens of chunk i - kCombineLead. As in intranode_move.cuh, all ranks number them alike (8, 9), but for those
+// the own tokens of chunk i - lead. As in intranode_move.cuh, all ranks number them alike (8, 9), but for those
 // whose rows are read where they lie: nobody waits for them, and they have nothing to reduce.
 
 namespace moe_ep {
 
-constexpr int kCombineLead = 12;
+// `input` for a launch with so many tickets in hand at a time. Where nobody waits for this rank there is no lead.
+inline CombineInput with_lead(const CombineInput& input, const World& world, int num_in_flight) {
+  CombineInput out = input;
+  out.lead = world.size == 1 || input.is_registered ? 0 : lead_of(num_in_flight, kCombineParts * world.size);
+  return out;
+}
 
 struct CombineWork {
   enum Kind { kReduce, kHome, kNothing, kEnd } kind;
@@ -22,10 +27,10 @@ struct CombineWork {
 };
 
 __device__ inline CombineWork combine_work(const World& world, const CombineInput& in, uint32_t ticket, int most) {
-  const int size = world.size, lead = size == 1 || in.is_registered ? 0 : kCombineLead;
+  const int size = world.size;
   const uint32_t reduces = in.is_registered ? 0 : kCombineParts * (size - 1), per_step = reduces + kCombineParts;
   const uint32_t step = ticket / per_step, place = ticket % per_step;
-  if (step >= static_cast<uint32_t>(most + lead)) {
+  if (step >= static_cast<uint32_t>(most + in.lead)) {
     return {CombineWork::kEnd, 0, 0, 0};
   }
   if (place < reduces) {
@@ -33,7 +38,7 @@ __device__ inline CombineWork combine_work(const World& world, const CombineInpu
     return {static_cast<int>(step) < most ? CombineWork::kReduce : CombineWork::kNothing, source,
             static_cast<int>(step), static_cast<int>(place) % kCombineParts};
   }
-  const int chunk = static_cast<int>(step) - lead;
+  const int chunk = static_cast<int>(step) - in.lead;
   return {chunk < 0 ? CombineWork::kNothing : CombineWork::kHome, world.rank, chunk, static_cast<int>(place - reduces)};
 }
 

@@ -20,6 +20,7 @@ struct CombineInput {
   bool is_registered;  // compact only: peers read `rows` where they lie; the header says where
   char* y;             // [T, row_bytes]
   uint64_t poison;
+  int lead = 0;  // steps; the launch sets it
 };
 
 // Every rank adds up, in slot order, the rows of each token that it holds (rounded once), and the token's rank adds

@@ -333,7 +333,7 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
   const int max_terms = (input.expert_major ? input.num_topk : 1) + call.world.size - 1;
-  for_team(input.row_bytes, [&](auto team) {
+  for_team(input.row_bytes, max_terms, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;

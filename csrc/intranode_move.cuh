@@ -6,14 +6,19 @@
 #include "intranode_move.h"
 
 // Tickets of a call, in steps: step i takes chunk i of the own tokens, to this rank's places and to staging, and pulls
-// chunk i - kMoveLead of every peer, so that publishing runs ahead of the peers' pulls. The number of tickets in a step
-// and the number of steps are the same on all ranks, so the ticket that publishes a chunk is lower than those that wait
-// for it, everywhere (8, 9). A rank whose rows are read where they lie keeps nobody waiting, and needs no lead.
+// chunk i - lead of every peer, so that publishing runs ahead of the peers' pulls. The ticket that publishes a chunk is
+// lower than those of this rank that wait for the same chunk of a peer, on every rank (8, 9).
 
 namespace moe_ep {
 
-constexpr int kMoveLead = 12;
 constexpr int kTailTickets = 32;
+
+// `input` for a launch with so many tickets in hand at a time. Where nobody waits for this rank there is no lead.
+inline MoveInput with_lead(const MoveInput& input, const World& world, int num_in_flight) {
+  MoveInput out = input;
+  out.lead = world.size == 1 || input.is_registered ? 0 : lead_of(num_in_flight, kMoveParts * world.size);
+  return out;
+}
 
 // -- what a ticket means --------------------------------------------------------------------------------------------
 
@@ -25,19 +30,19 @@ struct MoveWork {
 };
 
 __device__ inline MoveWork move_work(const World& world, const MoveInput& in, uint32_t ticket, int most) {
-  const int size = world.size, lead = size == 1 || in.is_registered ? 0 : kMoveLead;
+  const int size = world.size;
   const uint32_t per_step = kMoveParts * size, step = ticket / per_step, place = ticket % per_step;
-  if (step < static_cast<uint32_t>(most + lead)) {
+  if (step < static_cast<uint32_t>(most + in.lead)) {
     const int part = place % kMoveParts;
     if (place < kMoveParts) {
       return {static_cast<int>(step) < most ? MoveWork::kOwn : MoveWork::kNothing, world.rank, static_cast<int>(step),
               part};
     }
     const int source = (world.rank + static_cast<int>(place) / kMoveParts) % size;
-    const int chunk = static_cast<int>(step) - lead;
+    const int chunk = static_cast<int>(step) - in.lead;
     return {chunk < 0 ? MoveWork::kNothing : MoveWork::kPull, source, chunk, part};
   }
-  const int rest = ticket - per_step * (most + lead);
+  const int rest = ticket - per_step * (most + in.lead);
   if (in.expert_major && rest < in.num_local) {
     return {MoveWork::kPad, 0, 0, rest};
   }

@@ -30,6 +30,7 @@ struct MoveInput {
   const int32_t* geometry;
   int64_t num_rows;
   bool is_registered;  // peers read `rows` where they lie; the header says where
+  int lead = 0;        // steps; the launch sets it
 };
 
 // What a weighted move does besides: out = x * weights, and grad_weights = <x, rows> where both are given.

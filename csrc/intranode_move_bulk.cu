@@ -11,12 +11,12 @@
 namespace moe_ep {
 namespace {
 
-constexpr int kWorkers = 3;
-constexpr int kBatches = 4;  // of a worker, with a warp each that stores
+constexpr int kWorkers = 2;
+constexpr int kBatches = 3;  // of a worker, with a warp each that stores
 constexpr int kRoles = 2 + kBatches;
 constexpr int kMoveThreads = kWorkers * kRoles * 32;
 constexpr int kMaxStages = 16;
-constexpr int kMaxPieceBytes = 8192;
+constexpr int kMaxPieceBytes = 16384;
 constexpr int kRingBytes = 200 * 1024;  // of a block
 constexpr int kStoresBehind = 2;        // pieces whose stores may still read their stages
 constexpr int kBatchRows = 8;
@@ -402,7 +402,8 @@ void launch_move_bulk(const Call& call, const MoveInput& input, int num_sms, cud
   const Pieces pieces = pieces_of(input);
   const int num_bytes = ring_bytes(pieces) + place_bytes(pieces);
   allow_shared_memory<moe_ep_move_bulk>(num_bytes, "dispatch: the shared memory of the rings");
-  moe_ep_move_bulk<<<num_sms, kMoveThreads, num_bytes, stream>>>(call, input, pieces);
+  moe_ep_move_bulk<<<num_sms, kMoveThreads, num_bytes, stream>>>(
+      call, with_lead(input, call.world, num_sms * kWorkers * (kBatches + 1)), pieces);
   check_cuda(cudaGetLastError(), "dispatch: the launch");
 }
 

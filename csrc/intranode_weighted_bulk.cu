@@ -251,13 +251,14 @@ __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                                int num_sms, cudaStream_t stream) {
   const int max_terms = weights.rows == nullptr ? 1 : 1 + input.num_topk;
-  for_team(input.rows[0].row_bytes, [&](auto team) {
+  for_team(input.rows[0].row_bytes, max_terms, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
-      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input, weights,
-                                                                   cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
+      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
+          call, with_lead(input, call.world, num_sms * kNumTeams<kTeam> * kTicketsAhead), weights,
+          cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
     });
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");

@@ -19,11 +19,14 @@ constexpr uint32_t kNoTicket = ~0u;
 
 // Teams of a block.
 template <int kTeam>
-constexpr int kNumTeams = kTeam == 2 ? 5 : 4;
+constexpr int kNumTeams = kTeam == 2   ? 5
+                          : kTeam == 4 ? 4
+                                       : 2;
+constexpr int kTicketsAhead = 2;  // that a team has in hand, most of the time
 template <int kTeam>
 constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 2) * 32;
 
-// How rows of some length are cut: so that all terms of a piece lie in the ring together.
+// How rows of some length are cut: so that all terms of two pieces lie in the ring together.
 struct Cut {
   int piece_bytes;  // the last piece of a row may be shorter
   int stage_bytes;
@@ -32,23 +35,26 @@ struct Cut {
 
 template <int kTeam>
 inline Cut cut_of(int64_t row_bytes, int max_terms) {
-  const int ring_bytes = kRingBytes / kNumTeams<kTeam>;
-  const int fit = ring_bytes / max_terms / 128 * 128, most = fit < kMaxPieceBytes ? fit : kMaxPieceBytes;
+  constexpr int kRing = kRingBytes / kNumTeams<kTeam>, kPass = kTeam * 512;  // that the team adds up at once
+  const int fit = kRing / (2 * max_terms), even = fit / (fit > kPass ? kPass : 128) * (fit > kPass ? kPass : 128);
+  const int most = even < kMaxPieceBytes ? even : kMaxPieceBytes;
   const int64_t count = (row_bytes + most - 1) / most;
   Cut cut;
   cut.piece_bytes = static_cast<int>((row_bytes / 16 + count - 1) / count * 16);
   cut.stage_bytes = (cut.piece_bytes + 127) / 128 * 128;
-  cut.num_stages = ring_bytes / cut.stage_bytes < kMaxRingStages ? ring_bytes / cut.stage_bytes : kMaxRingStages;
+  cut.num_stages = kRing / cut.stage_bytes < kMaxRingStages ? kRing / cut.stage_bytes : kMaxRingStages;
   return cut;
 }
 
-// What serves rows of this length.
+// What serves rows of this length: few large teams where many terms are under way.
 template <typename Launch>
-inline void for_team(int64_t row_bytes, Launch launch) {
+inline void for_team(int64_t row_bytes, int max_terms, Launch launch) {
   if (row_bytes <= 2048) {
     launch(std::integral_constant<int, 2>());
-  } else {
+  } else if (row_bytes <= 4096 || max_terms <= 4) {
     launch(std::integral_constant<int, 4>());
+  } else {
+    launch(std::integral_constant<int, 8>());
   }
 }
 
