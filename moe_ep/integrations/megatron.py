@@ -22,6 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from moe_ep.integrations.megatron_versions import decoder_layer_spec, with_moe_layer
+
+# isort: split
+# After the above, which says what is missing where Megatron-Core is.
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -31,7 +35,6 @@ from moe_ep.buffer import Buffer
 from moe_ep.config import EPConfig
 from moe_ep.integrations.megatron_dispatcher import ExchangeManager, TokenDispatcher
 from moe_ep.integrations.megatron_settings import Settings, close_buffers, transformer_fields
-from moe_ep.integrations.megatron_versions import decoder_layer_spec, with_moe_layer
 
 __all__ = [
     "ExchangeManager",
