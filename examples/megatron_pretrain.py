@@ -127,7 +127,7 @@ def _compare(curves: dict[str, object], rank: int) -> int:
 
     agree = True
     for what in ("losses", "grad_norms"):
-        # In bfloat16, rounding alone carries curves apart: as far as one weight's last bit does, twice.
+        # In bfloat16, rounding alone carries curves apart: as far as the last bits of the weights do, twice.
         limit = 2 * max(apart("alltoall nudged", what), 1e-3) if "alltoall nudged" in curves else RTOL
         for name in curves:
             if name in ("alltoall", "alltoall nudged"):

@@ -9,7 +9,6 @@ Letters: B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from moe_ep.config import Config
 from moe_ep.integrations import megatron as moe_ep_megatron
 
 DISPATCHERS = ("alltoall", "moe_ep", "deep_ep-api")
+LAST_BIT = 2**-8  # of a bfloat16, relative
 Batch = Callable[[int, int], tuple[Tensor, Tensor]]  # (step, micro-batch) -> inputs and targets [B, S]
 
 
@@ -110,18 +110,21 @@ def train(config: Config, dispatcher: str, batch: Batch, on_cuda: bool, nudge: b
         dispatcher: one of `DISPATCHERS`.
         batch: this rank's tokens.
         on_cuda: train on the current CUDA device.
-        nudge: move one weight by its last bit before the first step, to see how far rounding alone carries a curve.
+        nudge: move weights by their last bit before the first step, to see how far rounding alone carries a curve.
         changes: fields of Megatron's TransformerConfig.
     """
     assert config.train is not None
     settings = config.train
     transformer = transformer_config(config, dispatcher, on_cuda, **changes)
     module = build_model(config, transformer, dispatcher, on_cuda)
+    if nudge:
+        source = torch.Generator().manual_seed(config.train.seed)
+        with torch.no_grad():
+            for weight in module.parameters():
+                bits = torch.randint(-1, 2, weight.shape, generator=source).to(weight)
+                weight *= 1 + bits * LAST_BIT
     if transformer.bf16:
         module = Float16Module(transformer, module)
-    if nudge:
-        weight = module.state_dict()["module.output_layer.weight" if transformer.bf16 else "output_layer.weight"]
-        weight[0, 0] = torch.nextafter(weight[0, 0].float(), torch.tensor(math.inf, device=weight.device)) * 1.005
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     model = DistributedDataParallel(transformer, ddp_config, module)
     optimizer = get_megatron_optimizer(_optimizer_config(config), [model])
