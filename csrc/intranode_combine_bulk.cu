@@ -338,8 +338,9 @@ void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind ki
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
-      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(call, input,
-                                                                   cut_of<kTeam>(input.row_bytes, max_terms));
+      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
+          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)),
+          cut_of<kTeam>(input.row_bytes, max_terms));
     });
   });
   check_cuda(cudaGetLastError(), "combine: the launch");

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <type_traits>
 
 #include "bulk_copy.cuh"
 #include "intranode_move.cuh"
@@ -11,14 +12,12 @@
 namespace moe_ep {
 namespace {
 
-constexpr int kWorkers = 2;
 constexpr int kBatches = 3;  // of a worker, with a warp each that stores
 constexpr int kRoles = 2 + kBatches;
-constexpr int kMoveThreads = kWorkers * kRoles * 32;
 constexpr int kMaxStages = 16;
 constexpr int kMaxPieceBytes = 16384;
+constexpr int kLongRowBytes = 8192;     // longer rows have two workers a block, shorter ones three
 constexpr int kRingBytes = 200 * 1024;  // of a block
-constexpr int kStoresBehind = 2;        // pieces whose stores may still read their stages
 constexpr int kBatchRows = 8;
 
 // How rows are cut. A stage holds a piece.
@@ -30,23 +29,25 @@ struct Pieces {
   int num_places;  // that a row may have
 };
 
-Pieces pieces_of(const MoveInput& in) {
+Pieces pieces_of(const MoveInput& in, int num_workers) {
   const int64_t row_bytes = in.rows[0].row_bytes;
   Pieces pieces;
   pieces.count = static_cast<int>((row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes);
   pieces.num_bytes = static_cast<int>((row_bytes / 16 + pieces.count - 1) / pieces.count * 16);
   pieces.stage_bytes = (pieces.num_bytes + 127) / 128 * 128;
-  pieces.num_stages = std::min(kMaxStages, kRingBytes / kWorkers / pieces.stage_bytes);
+  pieces.num_stages = std::min(kMaxStages, kRingBytes / num_workers / pieces.stage_bytes);
   pieces.num_places = in.expert_major ? in.num_topk : 1;
   return pieces;
 }
 
-int ring_bytes(const Pieces& pieces) { return kWorkers * pieces.num_stages * pieces.stage_bytes; }
-int place_bytes(const Pieces& pieces) {
-  return kWorkers * kBatches * kBatchRows * pieces.num_places * static_cast<int>(sizeof(int32_t));
+int shared_bytes(const Pieces& pieces, int num_workers) {
+  const int place_bytes = kBatches * kBatchRows * pieces.num_places * static_cast<int>(sizeof(int32_t));
+  return num_workers * (pieces.num_stages * pieces.stage_bytes + place_bytes);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+constexpr int kStoresBehind = 2;  // pieces whose stores may still read their stages
 
 // Rows on their way, from the warp that plans to those that load and store.
 struct Batch {
@@ -342,7 +343,8 @@ __device__ void store(const Worker& worker, const World& world, const MoveInput&
   }
 }
 
-__global__ void __launch_bounds__(kMoveThreads, 1)
+template <int kWorkers>
+__global__ void __launch_bounds__(kWorkers * kRoles * 32, 1)
     moe_ep_move_bulk(const __grid_constant__ Call call, const __grid_constant__ MoveInput in,
                      const __grid_constant__ Pieces pieces) {
   extern __shared__ __align__(128) char shared[];
@@ -385,6 +387,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1)
 
 #else
 
+template <int kWorkers>
 __global__ void moe_ep_move_bulk(const __grid_constant__ Call, const __grid_constant__ MoveInput,
                                  const __grid_constant__ Pieces) {}
 
@@ -394,16 +397,24 @@ __global__ void moe_ep_move_bulk(const __grid_constant__ Call, const __grid_cons
 
 bool has_bulk_copies() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, moe_ep_move_bulk), "dispatch: the kernel's attributes");
+  check_cuda(cudaFuncGetAttributes(&attributes, moe_ep_move_bulk<2>), "dispatch: the kernel's attributes");
   return attributes.ptxVersion >= 90;
 }
 
 void launch_move_bulk(const Call& call, const MoveInput& input, int num_sms, cudaStream_t stream) {
-  const Pieces pieces = pieces_of(input);
-  const int num_bytes = ring_bytes(pieces) + place_bytes(pieces);
-  allow_shared_memory<moe_ep_move_bulk>(num_bytes, "dispatch: the shared memory of the rings");
-  moe_ep_move_bulk<<<num_sms, kMoveThreads, num_bytes, stream>>>(
-      call, with_lead(input, call.world, num_sms * kWorkers * (kBatches + 1)), pieces);
+  const auto launch = [&](auto workers) {
+    constexpr int kWorkers = decltype(workers)::value;
+    const Pieces pieces = pieces_of(input, kWorkers);
+    const int num_bytes = shared_bytes(pieces, kWorkers), in_hand = num_sms * kWorkers * (kBatches + 1);
+    constexpr auto kernel = moe_ep_move_bulk<kWorkers>;
+    allow_shared_memory<kernel>(num_bytes, "dispatch: the shared memory of the rings");
+    kernel<<<num_sms, kWorkers * kRoles * 32, num_bytes, stream>>>(call, with_lead(input, call.world, in_hand), pieces);
+  };
+  if (input.rows[0].row_bytes > kLongRowBytes) {
+    launch(std::integral_constant<int, 2>());
+  } else {
+    launch(std::integral_constant<int, 3>());
+  }
   check_cuda(cudaGetLastError(), "dispatch: the launch");
 }
 

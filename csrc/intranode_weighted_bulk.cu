@@ -257,7 +257,7 @@ void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const M
       constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead(input, call.world, num_sms * kNumTeams<kTeam> * kTicketsAhead), weights,
+          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
           cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
     });
   });

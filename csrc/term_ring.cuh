@@ -22,9 +22,14 @@ template <int kTeam>
 constexpr int kNumTeams = kTeam == 2   ? 5
                           : kTeam == 4 ? 4
                                        : 2;
-constexpr int kTicketsAhead = 2;  // that a team has in hand, most of the time
 template <int kTeam>
 constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 2) * 32;
+
+// Of all teams of a launch: one that rows come for, one that they are added up of, one that is drawn.
+template <int kTeam>
+inline int tickets_in_hand(int num_sms) {
+  return 3 * kNumTeams<kTeam> * num_sms;
+}
 
 // How rows of some length are cut: so that all terms of two pieces lie in the ring together.
 struct Cut {
