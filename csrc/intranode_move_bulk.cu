@@ -53,7 +53,8 @@ constexpr int kStoresBehind = 2;  // pieces whose stores may still read their st
 struct Batch {
   int count;              // of rows; -1 says that nothing comes any more
   uint32_t first_piece;   // number of it among all that the worker moves
-  MoveWork post;          // whose flag is posted behind the rows, where its kind is kOwn
+  MoveWork post;          // whose flag is posted behind the rows of all its batches, where its kind is kOwn
+  int publication;        // where `num_unwritten` has that ticket
   Place from[kRowKinds];  // rows of each kind
   bool from_peer;
   int token[kBatchRows];  // -1 for a row that nobody wants
@@ -64,6 +65,9 @@ struct WorkerState {
   uint64_t full[kMaxStages], empty[kMaxStages];
   uint64_t batch_full[kBatches], batch_empty[kBatches];
   uint64_t turn[kBatches];  // all that lies in the ring before the batch has come
+  // Of a ticket whose flag is to be posted: batches that are not written yet. Every such ticket has a batch of its own,
+  // so no more of them are under way than batches.
+  uint32_t num_unwritten[kBatches];
   Batch batches[kBatches];
 };
 
@@ -134,9 +138,12 @@ __device__ int plan_rows(const Worker& worker, const MoveInput& in, int slot, in
 __device__ void plan(const Worker& worker, const World& world, const MoveInput& in, const Turn& turn, int most,
                      bool overflowed) {
   const int lane = lane_idx();
+  const bool posts = world.size > 1 && !in.is_registered;
   Cursor cursor = {kBatches};
   uint32_t num_pieces = 0;
-  const auto put = [&](const MoveWork& work, int64_t first, int count, bool is_last) {
+  int publication = 0;
+  // Rows from `first` on, as batch number `number` of the ticket's `num_batches`.
+  const auto put = [&](const MoveWork& work, int64_t first, int count, int number, int num_batches) {
     wait_barrier(&worker.state.batch_empty[cursor.at], cursor.parity ^ 1);
     Batch& batch = worker.state.batches[cursor.at];
     const bool is_own = work.kind == MoveWork::kOwn;
@@ -162,7 +169,11 @@ __device__ void plan(const Worker& worker, const World& world, const MoveInput& 
       batch.count = count;
       batch.first_piece = num_pieces;
       batch.post = work;
-      batch.post.kind = is_own && is_last && !in.is_registered ? MoveWork::kOwn : MoveWork::kNothing;
+      batch.post.kind = is_own && posts ? MoveWork::kOwn : MoveWork::kNothing;
+      batch.publication = publication;
+      if (batch.post.kind == MoveWork::kOwn && number == 0) {
+        worker.state.num_unwritten[publication] = num_batches;
+      }
       batch.from_peer = !is_own;
     }
     __syncwarp();
@@ -181,7 +192,7 @@ __device__ void plan(const Worker& worker, const World& world, const MoveInput& 
     const MoveWork work = move_work(world, in, ticket, most);
     if (work.kind == MoveWork::kEnd) {
       for (int i = 0; i < kBatches; ++i) {
-        put(work, 0, -1, true);
+        put(work, 0, -1, 0, 0);
       }
       return;
     }
@@ -197,12 +208,13 @@ __device__ void plan(const Worker& worker, const World& world, const MoveInput& 
     if (pulls && (span.count == 0 || !chunk_arrived(world, turn, work))) {
       continue;
     }
-    int64_t done = 0;
-    do {  // once for no rows: their flag is waited for
-      const int count = static_cast<int>(min64(kBatchRows, span.count - done));
-      put(work, span.first + done, count, done + count == span.count);
-      done += count;
-    } while (done < span.count);
+    // One for no rows: their flag is waited for.
+    const int num_batches = max(1, static_cast<int>((span.count + kBatchRows - 1) / kBatchRows));
+    for (int i = 0; i < num_batches; ++i) {
+      const int before = i * kBatchRows;
+      put(work, span.first + before, static_cast<int>(min64(kBatchRows, span.count - before)), i, num_batches);
+    }
+    publication = (publication + (work.kind == MoveWork::kOwn ? 1 : 0)) % kBatches;
   }
 }
 
@@ -215,6 +227,7 @@ __device__ void load(const Worker& worker, const MoveInput& in) {
     wait_barrier(&worker.state.batch_full[cursor.at], cursor.parity);
     const Batch& batch = worker.state.batches[cursor.at];
     const int count = batch.count;
+    __syncwarp();  // lane 0 gives the batch back
     if (count < 0) {
       return;
     }
@@ -239,6 +252,16 @@ __device__ void load(const Worker& worker, const MoveInput& in) {
     }
     __syncwarp();
   }
+}
+
+// One less, and what is left: whoever gets 0 sees what all others wrote before they counted.
+__device__ uint32_t count_down(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(shared_address(counter)), "r"(~0u)
+               : "memory");
+  return before - 1;
 }
 
 // By one thread: what lies in a stage to every place of its row.
@@ -291,12 +314,12 @@ __device__ void store(const Worker& worker, const World& world, const MoveInput&
     if (count < 0) {
       return;
     }
-    const bool posts = batch.post.kind == MoveWork::kOwn && world.size > 1;
+    const bool posts = batch.post.kind == MoveWork::kOwn;
     if (in.rows[1].row_bytes > 0) {
       copy_scales(batch, in.rows[1], all_places, pieces.num_places, scale_staging);
     }
-    wait_barrier(&worker.state.turn[slot], slot == 0 ? parity ^ 1 : parity);
     if (lane_idx() == 0) {
+      wait_barrier(&worker.state.turn[slot], slot == 0 ? parity ^ 1 : parity);
       Cursor ring = Cursor::at_number(pieces.num_stages, batch.first_piece), read = ring;
       int num_unread = 0;
       const auto release = [&]() {
@@ -334,7 +357,11 @@ __device__ void store(const Worker& worker, const World& world, const MoveInput&
       }
     }
     if (posts) {
-      post_chunk(world, turn, batch.post);
+      __syncwarp();  // for the scales
+      const bool is_last = lane_idx() == 0 && count_down(&worker.state.num_unwritten[batch.publication]) == 0;
+      if (__any_sync(kFullWarp, is_last)) {
+        post_chunk(world, turn, batch.post);
+      }
     }
     __syncwarp();
     if (lane_idx() == 0) {
