@@ -155,6 +155,7 @@ __device__ inline bool chunk_is_reduced(const World& world, const Turn& turn, in
       arrived = wait_word(world, turn, peer, kWaitFlag, flag, turn.tag);
     }
   }
+  __syncwarp();  // what one lane has seen, all see
   return __all_sync(kFullWarp, arrived);
 }
 

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const uint64_t* flag = &world.control[world.rank]->flags[peer][turn.slot][i % kNumFlags];
       arrived = wait_word(world, turn, peer, kWaitFlag, flag, turn.tag);
     }
+    __syncwarp();  // what one lane has seen, all see
     if (!__all_sync(kFullWarp, arrived)) {
       break;
     }

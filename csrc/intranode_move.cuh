@@ -81,6 +81,7 @@ __device__ inline bool chunk_arrived(const World& world, const Turn& turn, const
         &world.control[world.rank]->flags[work.source][turn.slot][work.chunk * kMoveParts + lane_idx()];
     arrived = wait_word(world, turn, work.source, kWaitFlag, flag, turn.tag);
   }
+  __syncwarp();  // what one lane has seen, all see
   return __all_sync(kFullWarp, arrived);
 }
 

@@ -167,8 +167,8 @@ struct Team {
   // By the fetching warp: tells the others. kNoTicket: nothing comes any more.
   __device__ void hand_on(uint32_t ticket) {
     const uint32_t slot = num_tickets % kTickets;
-    wait_barrier(&state.ticket_empty[slot], (num_tickets / kTickets + 1) % 2);
     if (lane_idx() == 0) {
+      wait_barrier(&state.ticket_empty[slot], (num_tickets / kTickets + 1) % 2);
       state.begins[slot] = {ticket, num_items, stage, parity};
       arrive(&state.ticket_full[slot]);
     }
