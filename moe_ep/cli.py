@@ -11,6 +11,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from moe_ep.config import Config, count_parameters, experts_per_rank, load_config
+from moe_ep.doctor import report
+from moe_ep.doctor.machine import Machine
 from moe_ep.errors import ConfigError
 
 _EP_SIZES_SHOWN = (1, 2, 4, 8)  # for `ep.size: auto`, which is known only once there is a group
@@ -49,6 +51,36 @@ def config(
         print(text, end="")
         for name, value in _derived_rows(loaded):
             print(f"# {name}: {value}")
+
+
+@main.command()
+def doctor(
+    require: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help=f"What must work here: {', '.join(report.REQUIREMENTS)}."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look at this machine: one line a finding, with a fix where something is missing or wrong.
+
+    Exit code 1 if something is broken, or if what --require names cannot work; 0 else. Nothing is changed.
+    """
+    required = [name for name in require.replace(",", " ").split() if name]
+    if unknown := [name for name in required if name not in report.REQUIREMENTS]:
+        known = ", ".join(report.REQUIREMENTS)
+        print(f"--require names {', '.join(unknown)}; it knows {known}.", file=sys.stderr)
+        raise typer.Exit(2)
+    findings = report.examine(Machine())
+    console = Console()
+    if as_json:
+        print(report.as_json(findings, required))
+    elif console.is_terminal:
+        console.print(report.as_table(findings))
+    else:
+        print("\n".join(report.as_lines(findings)))
+    if not as_json:
+        print("\n".join(report.verdict(findings, required)))
+    raise typer.Exit(0 if report.is_well(findings, required) else 1)
 
 
 def _parse_overrides(pairs: list[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ FLOORS |= {"normal_mode": 3, "low_latency": 3, "low_latency_checks": 3, "survivo
 # Every other module is a leaf (errors, config, fp8, reference ...): it imports leaves and the kernels only ...
 LEAF_FLOOR = 1
 # ... except what stands above the layers: it imports everything, and nothing below imports it.
-ROOF = {"", "cli", "integrations", "__main__"}
+ROOF = {"", "cli", "doctor", "integrations", "__main__"}
 ROOF_FLOOR = 6
 # ... but this integration is a package that we call, not one that calls us: a leaf.
 LEAVES_IN_THE_ROOF = {"moe_ep.integrations", "moe_ep.integrations.transformer_engine"}
