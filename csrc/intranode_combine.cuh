@@ -7,8 +7,8 @@
 #include "row_math.cuh"
 
 // Tickets of a call, in steps: step i reduces, for every peer, the rows of chunk i of its tokens, and adds up at home
-// the own tokens of chunk i - lead. As in intranode_move.cuh, all ranks number them alike (8, 9), but for those
-// whose rows are read where they lie: nobody waits for them, and they have nothing to reduce.
+// the own tokens of chunk i - lead. As in intranode_move.cuh, chunks ascend on all ranks and a chunk is reduced before
+// the same one is waited for (8, 9). Of ranks whose rows are read where they lie nobody waits, and they reduce nothing.
 
 namespace moe_ep {
 
@@ -27,10 +27,10 @@ struct CombineWork {
 };
 
 __device__ inline CombineWork combine_work(const World& world, const CombineInput& in, uint32_t ticket, int most) {
-  const int size = world.size;
+  const int size = world.size, lead = min(in.lead, most);
   const uint32_t reduces = in.is_registered ? 0 : kCombineParts * (size - 1), per_step = reduces + kCombineParts;
   const uint32_t step = ticket / per_step, place = ticket % per_step;
-  if (step >= static_cast<uint32_t>(most + in.lead)) {
+  if (step >= static_cast<uint32_t>(most + lead)) {
     return {CombineWork::kEnd, 0, 0, 0};
   }
   if (place < reduces) {
@@ -38,7 +38,7 @@ __device__ inline CombineWork combine_work(const World& world, const CombineInpu
     return {static_cast<int>(step) < most ? CombineWork::kReduce : CombineWork::kNothing, source,
             static_cast<int>(step), static_cast<int>(place) % kCombineParts};
   }
-  const int chunk = static_cast<int>(step) - in.lead;
+  const int chunk = static_cast<int>(step) - lead;
   return {chunk < 0 ? CombineWork::kNothing : CombineWork::kHome, world.rank, chunk, static_cast<int>(place - reduces)};
 }
 

@@ -30,19 +30,19 @@ struct MoveWork {
 };
 
 __device__ inline MoveWork move_work(const World& world, const MoveInput& in, uint32_t ticket, int most) {
-  const int size = world.size;
+  const int size = world.size, lead = min(in.lead, most);
   const uint32_t per_step = kMoveParts * size, step = ticket / per_step, place = ticket % per_step;
-  if (step < static_cast<uint32_t>(most + in.lead)) {
+  if (step < static_cast<uint32_t>(most + lead)) {
     const int part = place % kMoveParts;
     if (place < kMoveParts) {
       return {static_cast<int>(step) < most ? MoveWork::kOwn : MoveWork::kNothing, world.rank, static_cast<int>(step),
               part};
     }
     const int source = (world.rank + static_cast<int>(place) / kMoveParts) % size;
-    const int chunk = static_cast<int>(step) - in.lead;
+    const int chunk = static_cast<int>(step) - lead;
     return {chunk < 0 ? MoveWork::kNothing : MoveWork::kPull, source, chunk, part};
   }
-  const int rest = ticket - per_step * (most + in.lead);
+  const int rest = ticket - per_step * (most + lead);
   if (in.expert_major && rest < in.num_local) {
     return {MoveWork::kPad, 0, 0, rest};
   }
