@@ -7,6 +7,7 @@ from moe_ep.doctor.machine import Machine
 
 _RECIPES = ("blockwise", "current", "delayed", "mxfp8")
 _NVSHMEM = ("nvshmem4py-cu13", "nvshmem4py-cu12")
+_NVSHMEM_LIBRARY = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")  # comes with PyTorch for CUDA
 
 
 def transformer_engine(machine: Machine) -> list[Finding]:
@@ -46,10 +47,12 @@ def megatron(machine: Machine) -> list[Finding]:
 
 def nvshmem(machine: Machine) -> list[Finding]:
     """Needed between nodes alone."""
-    found = [f"{name} {version}" for name in _NVSHMEM if (version := machine.version(name)) is not None]
-    if found:
-        return [Finding("NVSHMEM", "ok", f"{' and '.join(found)}; kernels between nodes are not in this version")]
-    sentence = "not installed; only kernels between nodes need it, and they are not in this version"
+    found = {name: version for name in _NVSHMEM + _NVSHMEM_LIBRARY if (version := machine.version(name)) is not None}
+    names = " and ".join(f"{name} {version}" for name, version in found.items())
+    if any(name in found for name in _NVSHMEM):
+        return [Finding("NVSHMEM", "ok", f"{names}; kernels between nodes are not in this version")]
+    has = f"{names} without nvshmem4py" if found else "not installed"
+    sentence = f"{has}; only kernels between nodes need it, and they are not in this version"
     return [Finding("NVSHMEM", "missing", sentence, "nothing inside a node; later: pip install nvshmem4py-cu13")]
 
 

@@ -27,7 +27,7 @@ def package(machine: Machine) -> list[Finding]:
     home, installed = machine.home(), machine.installed_home()
     if installed is not None and installed != home:
         sentence = f"the copy at {home} runs, and hides the installed one at {installed} with its kernels"
-        return [Finding("moe_ep", "warning", sentence, "run from another folder, or pip install --editable .")]
+        return [Finding("moe_ep", "warning", sentence, "run from another folder, or install it with --editable")]
     return [Finding("moe_ep", "ok", f"{machine.version('moe-ep') or 'not installed, run'} from {home}")]
 
 

@@ -161,6 +161,13 @@ def test_a_machine_with_everything_is_ok(check: Check, sentence: str) -> None:
         ),
         (packages.nvshmem, laptop(), "missing", "only kernels between nodes need it", "nothing inside a node"),
         (
+            packages.nvshmem,
+            laptop(versions={"nvidia-nvshmem-cu13": "3.4.5"}),
+            "missing",
+            "nvidia-nvshmem-cu13 3.4.5 without nvshmem4py",
+            "pip install nvshmem4py-cu13",
+        ),
+        (
             software.package,
             FakeMachine(where=Path("/src/moe_ep")),
             "warning",

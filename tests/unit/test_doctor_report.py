@@ -119,4 +119,3 @@ def test_python_m_moe_ep_is_the_command() -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert ran.returncode in (0, 1), ran.stderr
     assert {finding["subject"] for finding in json.loads(ran.stdout)["findings"]} >= {"Python", "GPU", "environment"}
-    assert ran.stderr == ""
