@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     """Starts the ranks, or is one of them; 0 when the curves agree, 1 when they do not, 2 without Megatron-Core."""
     options = _parse(arguments)
     if importlib.util.find_spec("megatron") is None:
-        print("This example needs Megatron-Core: pip install 'moe-ep[megatron]'.", file=sys.stderr)
+        print("This example needs Megatron-Core: pip install '.[megatron]' in the folder above.", file=sys.stderr)
         return 2
     if "RANK" not in os.environ:
         return _start_ranks(arguments)

@@ -252,8 +252,8 @@ def why_unavailable(recipe: str) -> str | None:
     engine = load()
     if isinstance(engine, ImportError):
         return (
-            f"Transformer Engine does not load here ({engine}): install it with 'pip install moe-ep[te]' against this "
-            "PyTorch"
+            f"Transformer Engine does not load here ({engine}): install it against this PyTorch with pip install "
+            '--no-build-isolation "transformer-engine[pytorch]"'
         )
     if not OLDEST <= engine.version <= (NEWEST[0], 99):
         return (
