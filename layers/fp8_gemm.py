@@ -66,9 +66,11 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
     obstacle = transformer_engine.why_unavailable(config.recipe)
     if obstacle is not None:
         other = (
-            "fp8.recipe to blockwise" if config.recipe == "mxfp8" else "fp8.gemm to plain, which runs anywhere (slowly)"
+            "moe.fp8.recipe to blockwise"
+            if config.recipe == "mxfp8"
+            else "moe.fp8.gemm to plain, which runs anywhere (slowly)"
         )
         raise ConfigError(
-            f"fp8.recipe is {config.recipe!r}, but {obstacle}. Or set {other}, or set fp8.recipe to none."
+            f"moe.fp8.recipe is {config.recipe!r}, but {obstacle}. Or set {other}, or set moe.fp8.recipe to none."
         )
     return TransformerEngineGemm()

@@ -281,7 +281,10 @@ def test_a_layer_of_two_ranks_without_a_group_names_init_process_group() -> None
     ("changes", "sentence"),
     [
         ({"ep": EPConfig(backend="intranode")}, "backend is 'intranode', but "),
-        ({"fp8": {"recipe": "blockwise"}, "ffn_hidden_size": 16}, "fp8.recipe is 'blockwise'.*set fp8.recipe to none"),
+        (
+            {"fp8": {"recipe": "blockwise"}, "ffn_hidden_size": 16},
+            "moe.fp8.recipe is 'blockwise'.*set moe.fp8.recipe to none",
+        ),
     ],
 )
 def test_what_is_asked_for_and_missing_is_refused_not_replaced(changes: dict[str, Any], sentence: str) -> None:

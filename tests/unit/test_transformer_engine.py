@@ -137,8 +137,8 @@ def _capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | N
     [
         ("mxfp8", (9, 0), "recipe is 'mxfp8', but it needs a GPU of compute capability 10.0 .* capability 9.0"),
         ("mxfp8", None, "needs a GPU of compute capability 10.0 or newer, and this machine has no CUDA GPU"),
-        ("mxfp8", (10, 0), "not to the 1x32 blocks of mxfp8. Or set fp8.recipe to blockwise"),
-        ("blockwise", (8, 9), "needs a GPU of compute capability 9.0 or.*set fp8.gemm to plain.*recipe to none"),
+        ("mxfp8", (10, 0), "not to the 1x32 blocks of mxfp8. Or set moe.fp8.recipe to blockwise"),
+        ("blockwise", (8, 9), "needs a GPU of compute capability 9.0 or.*set moe.fp8.gemm to plain.*recipe to none"),
         ("current", (8, 0), "needs a GPU of compute capability 8.9"),
     ],
 )  # fmt: skip
