@@ -122,56 +122,81 @@ struct RowTerms {
   const char* bias[2];
 };
 
-// By a thread that adds: 16 bytes of an output row. The own sum comes first; one accumulator serves both sums.
+// By a thread that adds: columns of an output row, at[i] bytes into the piece. The own sum comes first; one accumulator
+// serves both sums.
 template <int kTeam, typename Elem, typename Wide>
-__device__ uint4 add_column(const Team<kTeam, Wide>& team, const CombineInput& in, const RowTerms& row,
-                            const Item<Wide>& item, int64_t offset, int at) {
+__device__ void add_columns(const Team<kTeam, Wide>& team, const CombineInput& in, const RowTerms& row,
+                            const Item<Wide>& item, int64_t offset, const int (&at)[kTermColumns],
+                            uint4 (&out)[kTermColumns]) {
   using Math = RowMath<Elem>;
-  Wide total[Math::kElems];
-  uint4 own = poison_or_zero(in, row.is_lost);
-  if (row.num_own == 1 && in.weights == nullptr) {
-    own = team.term(0, at);
-  } else if (row.num_own > 0) {
-    if (in.weights == nullptr) {
-      Math::widen(team.term(0, at), total);
-#pragma unroll 2
-      for (int j = 1; j < row.num_own; ++j) {
-        Math::add(total, team.term(j, at), false);
-      }
-    } else {
-      Math::add_product(total, team.term(0, at), item.weight[0], true);
-#pragma unroll 2
-      for (int j = 1; j < row.num_own; ++j) {
-        Math::add_product(total, team.term(j, at), item.weight[j], false);
-      }
+  Wide total[kTermColumns][Math::kElems];
+  // `use(i, bytes)` for each column of a term.
+  const auto each = [&](const char* term, auto use) {
+#pragma unroll
+    for (int i = 0; i < kTermColumns; ++i) {
+      use(i, read_16(term + at[i]));
     }
-    own = Math::rounded(total);
+  };
+  const auto round = [&] {
+#pragma unroll
+    for (int i = 0; i < kTermColumns; ++i) {
+      out[i] = Math::rounded(total[i]);
+    }
+  };
+  if (row.num_own == 0) {
+#pragma unroll
+    for (int i = 0; i < kTermColumns; ++i) {
+      out[i] = poison_or_zero(in, row.is_lost);
+    }
+  } else if (in.weights != nullptr) {
+    const Wide first = item.weight[0];
+    each(team.term(0), [&](int i, uint4 term) { Math::add_product(total[i], term, first, true); });
+#pragma unroll 1
+    for (int j = 1; j < row.num_own; ++j) {
+      const Wide weight = item.weight[j];
+      each(team.term(j), [&](int i, uint4 term) { Math::add_product(total[i], term, weight, false); });
+    }
+    round();
+  } else if (row.num_own == 1) {
+    each(team.term(0), [&](int i, uint4 term) { out[i] = term; });
+  } else {
+    each(team.term(0), [&](int i, uint4 term) { Math::widen(term, total[i]); });
+#pragma unroll 1
+    for (int j = 1; j < row.num_own; ++j) {
+      each(team.term(j), [&](int i, uint4 term) { Math::add(total[i], term, false); });
+    }
+    round();
   }
   // The sum at home: biases, then the ranks ascending. One term is the result as it is.
   if (row.is_lost || (row.num_peers == 0 && row.bias[0] == nullptr)) {
-    return own;
+    return;
   }
   bool is_empty = true;
-  const auto add = [&](uint4 term) {
-    Math::add(total, term, is_empty);
-    is_empty = false;
-  };
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if (row.bias[j] != nullptr) {
-      add(load_16(row.bias[j] + offset + at));
+#pragma unroll
+      for (int i = 0; i < kTermColumns; ++i) {
+        Math::add(total[i], load_16(row.bias[j] + offset + at[i]), is_empty);
+      }
+      is_empty = false;
     }
   }
 #pragma unroll 1
   for (int j = 0; j <= row.num_peers; ++j) {
     if (j == row.peers_before && row.num_own > 0) {
-      add(own);
+#pragma unroll
+      for (int i = 0; i < kTermColumns; ++i) {
+        Math::add(total[i], out[i], is_empty);
+      }
+      is_empty = false;
     }
     if (j < row.num_peers) {
-      add(team.term(row.num_own + j, at));
+      each(team.term(row.num_own + j), [&](int i, uint4 term) { Math::add(total[i], term, is_empty); });
+      is_empty = false;
     }
   }
-  return Math::rounded(total);
+  round();
 }
 
 // By the adding warps of a team: adds up output rows [first, end); `out_of(i)` is where row i goes, `bias_of(i, j)` its
@@ -196,16 +221,29 @@ __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_
       const int num_bytes = static_cast<int>(min64(team.cut.piece_bytes, in.row_bytes - offset));
       team.wait_terms(num_terms);
       if (is_pair) {
+        const char *one = team.term(0), *other = team.term(1);
 #pragma unroll 2
         for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
           Wide total[Math::kElems];
-          Math::widen(team.term(0, at), total);
-          Math::add(total, team.term(1, at), false);
+          Math::widen(read_16(one + at), total);
+          Math::add(total, read_16(other + at), false);
           store_16(out + offset + at, Math::rounded(total));
         }
       } else {
-        for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
-          store_16(out + offset + at, add_column<kTeam, Elem>(team, in, row, item, offset, at));
+        for (int at = team.thread() * 16; at < num_bytes; at += kTermColumns * kStep) {
+          int columns[kTermColumns];
+          uint4 sums[kTermColumns];
+#pragma unroll
+          for (int i = 0; i < kTermColumns; ++i) {  // behind the end of the piece: the first one again
+            columns[i] = at + i * kStep < num_bytes ? at + i * kStep : at;
+          }
+          add_columns<kTeam, Elem>(team, in, row, item, offset, columns, sums);
+#pragma unroll
+          for (int i = 0; i < kTermColumns; ++i) {
+            if (at + i * kStep < num_bytes) {
+              store_16(out + offset + at + i * kStep, sums[i]);
+            }
+          }
         }
       }
       team.release_terms(num_terms);
@@ -333,7 +371,7 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
   const int max_terms = (input.expert_major ? input.num_topk : 1) + call.world.size - 1;
-  for_team(input.row_bytes, max_terms, [&](auto team) {
+  for_team(input.row_bytes, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;

@@ -119,18 +119,22 @@ __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOu
         out.slot_rank[first * num_topk + i] = id >= 0 ? in.owner[id] : -1;
       }
       const int64_t compact = rows[i / num_topk];
-      if (compact < 0 || compact >= out.capacity) {
+      if (compact < 0) {
         continue;
       }
+      // Of an overflow some tokens have no compact row, but their rows among those of the experts are to be described.
+      const bool fits = compact < out.capacity;
       const int64_t pair = compact * num_topk + i % num_topk;
       const double weight = local >= 0 ? source_weight(chunk, in, source_tokens, first * num_topk + i) : 0.0;
       if (in.expert_major) {
-        out.pair_row[pair] = row < out.num_rows ? row : -1;
+        if (fits) {
+          out.pair_row[pair] = row < out.num_rows ? row : -1;
+        }
         if (row >= 0 && row < out.num_rows) {
-          out.row_pair[row] = pair;
+          out.row_pair[row] = fits ? pair : -1;
           put_row(in, out, row, local, weight);
         }
-      } else {
+      } else if (fits) {
         put_row(in, out, pair, local, weight);
       }
     }

@@ -106,27 +106,38 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
     for (int64_t offset = 0; offset < row_bytes && num_terms > 0; offset += team.cut.piece_bytes) {
       const int num_bytes = static_cast<int>(min64(team.cut.piece_bytes, row_bytes - offset));
       team.wait_terms(num_terms);
-      for (int at = team.thread() * 16; at < num_bytes && is_staged; at += kStep) {
-        store_16(staging + row * row_bytes + offset + at, team.term(0, at));
-      }
-#pragma unroll 1
-      for (int j = 0; j < num_places; ++j) {
-        char* out = in.rows[0].out + item.place[j] * row_bytes + offset;
-        const Wide weight = item.weight[j];
-        Wide dot = 0;
-#pragma unroll 2
-        for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
-          const uint4 x = team.term(0, at);
-          store_16(out + at, Math::scale(x, weight));
-          if (w.rows != nullptr) {
-            dot += Math::dot(x, team.term(1 + j, at));
+      // All lanes of a warp take all turns: they add up their parts of a product.
+      for (int base = 0; base < num_bytes; base += kTermColumns * kStep) {
+        const int at = base + team.thread() * 16;
+        Wide x[kTermColumns][Math::kElems];
+#pragma unroll
+        for (int i = 0; i < kTermColumns; ++i) {
+          const uint4 term =
+              at + i * kStep < num_bytes ? read_16(team.term(0) + at + i * kStep) : make_uint4(0, 0, 0, 0);
+          Math::widen(term, x[i]);
+          if (is_staged && at + i * kStep < num_bytes) {
+            store_16(staging + row * row_bytes + offset + at + i * kStep, term);
           }
         }
-        if (w.rows != nullptr) {
-          for (int step = 16; step > 0; step /= 2) {
-            dot += __shfl_xor_sync(kFullWarp, dot, step);
+#pragma unroll 1
+        for (int j = 0; j < num_places; ++j) {
+          char* out = in.rows[0].out + item.place[j] * row_bytes + offset;
+          const char* made = team.term(w.rows == nullptr ? 0 : 1 + j);
+          const Wide weight = item.weight[j];
+          Wide dot = 0;
+#pragma unroll
+          for (int i = 0; i < kTermColumns; ++i) {
+            if (at + i * kStep < num_bytes) {
+              store_16(out + at + i * kStep, Math::scale(x[i], weight));
+              dot += w.rows == nullptr ? Wide(0) : Math::dot(x[i], read_16(made + at + i * kStep));
+            }
           }
-          dots += lane_idx() == j ? dot : Wide(0);
+          if (w.rows != nullptr) {
+            for (int step = 16; step > 0; step /= 2) {
+              dot += __shfl_xor_sync(kFullWarp, dot, step);
+            }
+            dots += lane_idx() == j ? dot : Wide(0);
+          }
         }
       }
       team.release_terms(num_terms);
@@ -251,7 +262,7 @@ __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                                int num_sms, cudaStream_t stream) {
   const int max_terms = weights.rows == nullptr ? 1 : 1 + input.num_topk;
-  for_team(input.rows[0].row_bytes, max_terms, [&](auto team) {
+  for_team(input.rows[0].row_bytes, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;

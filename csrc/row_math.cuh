@@ -107,19 +107,23 @@ struct RowMath : Widening<Elem> {
   using Widening<Elem>::kElems;
   using Widening<Elem>::widen;
 
-  __device__ static uint4 scale(uint4 row, Wide weight) {
+  __device__ static uint4 scale(const Wide (&row)[kElems], Wide weight) {
     Wide values[kElems];
-    widen(row, values);
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {
-      values[i] = product(values[i], weight);
+      values[i] = product(row[i], weight);
     }
     return rounded(values);
   }
 
-  __device__ static Wide dot(uint4 a, uint4 b) {
-    Wide left[kElems], right[kElems];
-    widen(a, left);
+  __device__ static uint4 scale(uint4 row, Wide weight) {
+    Wide values[kElems];
+    widen(row, values);
+    return scale(values, weight);
+  }
+
+  __device__ static Wide dot(const Wide (&left)[kElems], uint4 b) {
+    Wide right[kElems];
     widen(b, right);
     Wide total = 0;
 #pragma unroll
@@ -127,6 +131,12 @@ struct RowMath : Widening<Elem> {
       total += left[i] * right[i];
     }
     return total;
+  }
+
+  __device__ static Wide dot(uint4 a, uint4 b) {
+    Wide left[kElems];
+    widen(a, left);
+    return dot(left, b);
   }
 
   // total += term, or total = term where it is the first.

@@ -17,11 +17,11 @@ constexpr int kMaxRingStages = 32;
 constexpr int kMaxTerms = 32;
 constexpr uint32_t kNoTicket = ~0u;
 
+constexpr int kTermColumns = 2;  // of 16 bytes that a thread adds up together, so that looking up a term serves two
+
 // Teams of a block.
 template <int kTeam>
-constexpr int kNumTeams = kTeam == 2   ? 5
-                          : kTeam == 4 ? 4
-                                       : 2;
+constexpr int kNumTeams = kTeam == 2 ? 5 : 3;
 template <int kTeam>
 constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 2) * 32;
 
@@ -31,7 +31,7 @@ inline int tickets_in_hand(int num_sms) {
   return 3 * kNumTeams<kTeam> * num_sms;
 }
 
-// How rows of some length are cut: so that all terms of two pieces lie in the ring together.
+// How rows of some length are cut: so that all terms of a piece, and half of the next, lie in the ring together.
 struct Cut {
   int piece_bytes;  // the last piece of a row may be shorter
   int stage_bytes;
@@ -40,9 +40,10 @@ struct Cut {
 
 template <int kTeam>
 inline Cut cut_of(int64_t row_bytes, int max_terms) {
-  constexpr int kRing = kRingBytes / kNumTeams<kTeam>, kPass = kTeam * 512;  // that the team adds up at once
-  const int fit = kRing / (2 * max_terms), even = fit / (fit > kPass ? kPass : 128) * (fit > kPass ? kPass : 128);
-  const int most = even < kMaxPieceBytes ? even : kMaxPieceBytes;
+  constexpr int kRing = kRingBytes / kNumTeams<kTeam>;
+  constexpr int kPass = kTeam * kTermColumns * 512;  // that the team adds up at once
+  const int fit = kRing * 2 / (3 * max_terms), step = fit > kPass ? kPass : 128;
+  const int most = fit / step * step < kMaxPieceBytes ? fit / step * step : kMaxPieceBytes;
   const int64_t count = (row_bytes + most - 1) / most;
   Cut cut;
   cut.piece_bytes = static_cast<int>((row_bytes / 16 + count - 1) / count * 16);
@@ -51,19 +52,19 @@ inline Cut cut_of(int64_t row_bytes, int max_terms) {
   return cut;
 }
 
-// What serves rows of this length: few large teams where many terms are under way.
+// What serves rows of this length.
 template <typename Launch>
-inline void for_team(int64_t row_bytes, int max_terms, Launch launch) {
-  if (row_bytes <= 2048) {
+inline void for_team(int64_t row_bytes, Launch launch) {
+  if (row_bytes <= 4096) {
     launch(std::integral_constant<int, 2>());
-  } else if (row_bytes <= 4096 || max_terms <= 4) {
-    launch(std::integral_constant<int, 4>());
   } else {
-    launch(std::integral_constant<int, 8>());
+    launch(std::integral_constant<int, 4>());
   }
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+__device__ inline uint4 read_16(const char* shared) { return *reinterpret_cast<const uint4*>(shared); }
 
 // What an output row is made of. This rank's own terms are the first; a sum adds them apart, in slot order, and rounds.
 // Then come the sums of the peers, ascending, with the own one in its place behind `peers_before` of them.
@@ -335,11 +336,10 @@ struct Team {
     skip_stages(count);
   }
 
-  // 16 bytes of a term, `at` bytes into the piece.
-  __device__ uint4 term(int number, int at) const {
+  // Where a term of the piece lies.
+  __device__ const char* term(int number) const {
     const int its = stage + number;
-    const char* piece = stages + (its - (its >= cut.num_stages ? cut.num_stages : 0)) * cut.stage_bytes;
-    return *reinterpret_cast<const uint4*>(piece + at);
+    return stages + (its - (its >= cut.num_stages ? cut.num_stages : 0)) * cut.stage_bytes;
   }
 
   // By the adding warps: waits for each other.

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.gpu
 NUM_EXPERTS, NUM_TOPK, NUM_SMS = 32, 8, 2
 
 
-def _inputs(rank: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(rank: int, hidden: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids [T, K] with some -1, weights [T, K]; T differs between ranks."""
-    num_tokens = 700 + 90 * rank
+    num_tokens += 90 * rank
     generator = torch.Generator("cuda").manual_seed(rank)
     x = torch.randint(-64, 64, (num_tokens, hidden), generator=generator, device="cuda").bfloat16()
     scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator, device="cuda")
@@ -41,9 +41,11 @@ def _first_dispatch(buffer: moe_ep.Buffer, x: Tensor, ids: Tensor) -> tuple[Tens
     return rows, handle
 
 
-def _results(group: dist.ProcessGroup | None, hidden: int, bulk: bool, registered: bool) -> dict[str, Tensor]:
+def _results(
+    group: dist.ProcessGroup | None, hidden: int, num_tokens: int, bulk: bool, registered: bool
+) -> dict[str, Tensor]:
     rank = 0 if group is None else group.rank()
-    x, ids, weights = _inputs(rank, hidden)
+    x, ids, weights = _inputs(rank, hidden, num_tokens)
     with (
         mock.patch.object(require(), "has_bulk_copies", return_value=bulk),
         moe_ep.Buffer(group, backend="intranode", num_sms=NUM_SMS, timeout_secs=30) as buffer,
@@ -73,10 +75,10 @@ def _results(group: dist.ProcessGroup | None, hidden: int, bulk: bool, registere
         return {name: value.clone() for name, value in results.items()}
 
 
-def _check(group: dist.ProcessGroup | None, hidden: int, registered: bool) -> None:
+def _check(group: dist.ProcessGroup | None, hidden: int, num_tokens: int, registered: bool) -> None:
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    x, ids, weights = _inputs(rank, hidden)
-    fast, plain = (_results(group, hidden, bulk, registered and bulk) for bulk in (True, False))
+    x, ids, weights = _inputs(rank, hidden, num_tokens)
+    fast, plain = (_results(group, hidden, num_tokens, bulk, registered and bulk) for bulk in (True, False))
     for name in fast:
         if name != "dw":
             assert torch.equal(fast[name], plain[name]), f"{name} of the two paths differ"
@@ -100,4 +102,11 @@ def _check(group: dist.ProcessGroup | None, hidden: int, registered: bool) -> No
 @pytest.mark.parametrize("hidden", [1024, 2048, 7168])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rings_that_wrap_lose_no_row(ranks: Pools, world: int, hidden: int, registered: bool) -> None:
-    ranks.run(_check, world, hidden, registered, timeout_secs=120)
+    ranks.run(_check, world, hidden, 700, registered, timeout_secs=120)
+
+
+@pytest.mark.parametrize("num_tokens", [4700, 9000])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_flag_waits_for_all_warps_that_store_its_part(ranks: Pools, world: int, num_tokens: int) -> None:
+    """Above 4096 tokens a rank a part has more rows than a warp stores."""
+    ranks.run(_check, world, 1024, num_tokens, False, timeout_secs=120)
