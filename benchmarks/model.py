@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from benchmarks.routing import Shape, Traffic, row_bytes
 
-LOCAL_PASS = 22.3  # read and write rows on the own GPU: publish, and own rows
+LOCAL_PASS = 22.3  # read and write rows on the own GPU
 PULL = 24.7  # read a row from a peer and store it once
-EXTRA_STORE = 15.6  # each further local store of that row
+EXTRA_STORE = 15.6  # each further local store of a row, publishing one that is read anyway too
 PULL_ADD = 50.4  # read a row from a peer and add it in float32
 LATENCY_US = 12.0  # launches, flags to a peer and back
 
@@ -53,7 +53,7 @@ def bound(
         publish = 0.0 if registered and layout == "compact" else reduce * remote
         sm_us = publish + PULL_ADD * remote + (reduce if layout == "expert_major" else LOCAL_PASS / 2) * own
     else:
-        publish = 0.0 if registered else LOCAL_PASS * shape.tokens * megabytes
+        publish = 0.0 if registered else EXTRA_STORE * shape.tokens * megabytes
         more = EXTRA_STORE * (copies - 1)
         sm_us = publish + (PULL + more) * remote + (LOCAL_PASS + more) * own
     link_us = traffic.remote_rows * row_bytes(dtype, shape.hidden) / ceiling_gbps / 1e3
