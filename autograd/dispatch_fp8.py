@@ -82,7 +82,8 @@ def dispatch_fp8(
     Args:
         buffer: the exchange.
         x: [T, H] bfloat16, float16 or float32; or a `Float8BlockwiseQTensor` of Transformer Engine with row-wise 1x128
-            blocks, whose bytes travel as they are; or a `Float8Tensor`, which must have the same scale on all ranks.
+            blocks, whose bytes travel as they are; or a `Float8Tensor`, which must have the same scale on all ranks
+            (looked at, with two small exchanges).
         topk_idx, topk_weights: as `moe_ep.dispatch` takes them.
         num_experts: E, the same on every rank.
         alignment: rows of each expert are padded with zeros to a multiple of this, their scales are 1.
@@ -97,7 +98,7 @@ def dispatch_fp8(
     Raises:
         TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.dispatch`.
     """
-    backend = buffer.backend
+    backend, largest_of_all = buffer.backend, _GroupMax(buffer)
     try:
         buffer.check()
         placement = buffer.placement(num_experts)
@@ -106,8 +107,10 @@ def dispatch_fp8(
         )
         weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
         with torch.no_grad():
-            data, scales = _payload(buffer, x, power_of_two, cast)
+            data, scales = _payload(x, power_of_two, cast, largest_of_all)
     except (TypeError, ValueError, RuntimeError) as error:
+        if largest_of_all.has_failed:
+            raise
         backend.refuse("dispatch", error)
     plan = backend.plan(replace(request, x=data))
     received, received_scales = _move(backend, plan.handle, data, scales)
@@ -136,18 +139,46 @@ def _move(backend: Backend, handle: DispatchHandle, data: Tensor, scales: Tensor
     return backend.dispatch_scaled(handle, data, scales)
 
 
-def _payload(buffer: Buffer, x: Tensor, power_of_two: bool, cast: Cast | None) -> tuple[Tensor, Tensor]:
+def _payload(x: Tensor, power_of_two: bool, cast: Cast | None, group_max: GroupMax) -> tuple[Tensor, Tensor]:
     if transformer_engine.is_quantized(x):
-        return transformer_engine.payload_of(x)
+        data, scales = transformer_engine.payload_of(x)
+        if scales.dim() == 1:
+            _check_one_scale(scales[0], group_max)
+        return data, scales
     if cast is None:
         return quantize_1x128(x.detach(), power_of_two)
-    return cast(x.detach(), lambda largest: group_max(buffer, largest))
+    return cast(x.detach(), group_max)
 
 
-def group_max(buffer: Buffer, value: Tensor) -> Tensor:
-    """The largest of a float32 scalar over the ranks of the buffer. Collective."""
-    if buffer.group_size == 1:
-        return value
-    places = torch.zeros(buffer.group_size, dtype=torch.float32, device=value.device)
-    places[buffer.rank] = value
-    return buffer.all_reduce(places).max()
+def _check_one_scale(scale: Tensor, group_max: GroupMax) -> None:
+    """All ranks raise alike; they wait for counts on the host soon after."""
+    largest, smallest = float(group_max(scale)), -float(group_max(-scale))
+    if largest != smallest:
+        raise ValueError(
+            f"x is a tensor with one scale, {float(scale):g}, and those of the ranks go from {smallest:g} to "
+            f"{largest:g}; rows travel without it, so it must be the same: quantise with the largest element of all "
+            "ranks, or in 1x128 blocks."
+        )
+
+
+class _GroupMax:
+    """The largest of a float32 scalar over the ranks of a buffer. Collective.
+
+    Attributes:
+        has_failed: the exchange raised, as it did on every rank: there is nobody left to be told of a refusal.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.has_failed = False
+
+    def __call__(self, value: Tensor) -> Tensor:
+        if self._buffer.group_size == 1:
+            return value
+        places = torch.zeros(self._buffer.group_size, dtype=torch.float32, device=value.device)
+        places[self._buffer.rank] = value
+        try:
+            return self._buffer.all_reduce(places).max()
+        except Exception:
+            self.has_failed = True
+            raise

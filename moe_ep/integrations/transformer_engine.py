@@ -196,11 +196,11 @@ def payload_of(x: Any) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: it has no row-wise e4m3 data, or another block shape.
     """
-    if hasattr(x, "_rowwise_data"):
-        data, scales, is_vector = x._rowwise_data, x._rowwise_scale_inv, not x._is_2D_scaled
+    if hasattr(x, "_rowwise_data"):  # without `_is_2D_scaled` it is MXFP8 or NVFP4, which have other blocks
+        data, scales, is_vector = x._rowwise_data, x._rowwise_scale_inv, not getattr(x, "_is_2D_scaled", True)
     else:
         data, scales, is_vector = getattr(x, "_data", None), x._scale_inv, True
-    if data is None or data.dim() != 2 or int(x._fp8_dtype) != int(_e4m3(x._fp8_dtype)) or not is_vector:
+    if not is_vector or data is None or data.dim() != 2 or int(x._fp8_dtype) != int(_e4m3(x._fp8_dtype)):
         raise ValueError(
             f"x is a {type(x).__name__} of shape {list(x.shape)}, but row-wise e4m3 data [T, H] travels, in "
             "1x128 blocks or with one scale; quantise it so, with rowwise=True."

@@ -124,6 +124,17 @@ def test_what_cannot_travel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             moe_ep.dispatch_fp8(buffer, x, torch.zeros(8, 1, dtype=torch.int64), num_experts=1)
 
 
+@pytest.mark.parametrize("missing", [("_is_2D_scaled",), ("_is_2D_scaled", "_fp8_dtype")], ids=["MXFP8", "NVFP4"])
+def test_blocks_of_another_shape_are_named(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, RELEASES[-1])
+    codes, scales = quantize_1x128(torch.randn(8, 256))
+    x = QuantizedTensor((8, 256), torch.bfloat16, **_block_attributes(codes, scales))
+    for name in missing:
+        delattr(x, name)
+    with pytest.raises(ValueError, match="QuantizedTensor of shape.*in 1x128 blocks"), moe_ep.Buffer() as buffer:
+        moe_ep.dispatch_fp8(buffer, x, torch.zeros(8, 1, dtype=torch.int64), num_experts=1)
+
+
 # -- what a machine cannot run ----------------------------------------------------------------------------------------
 
 
