@@ -2,10 +2,14 @@
 
     blockwise  1x128 blocks of e4m3 for rows and gradients, 128x128 for weights
     current    one scale a tensor, from its largest element now; e4m3, gradients e5m2
-    delayed    the same, from the largest elements of earlier calls
+    delayed    the same, from the largest element of this and of earlier calls
 
 The names are Transformer Engine's. A tensor here is what one rank has of all its experts, so the scale is the rank's;
 only that of the rows that travel is the group's, which costs one small exchange a forward.
+
+Transformer Engine's delayed scale leaves the present call out, and cuts off what has grown since. Then a forward that
+is computed again, behind its own entry in the history, has another scale than at first, and weights that were loaded
+are cut off. With the present call in it nothing is, and the second scale is the first.
 
 Letters: T tokens, R rows of all experts, K their width, B = ceil(K / 128), L experts, O and I outputs and inputs.
 """
@@ -95,9 +99,9 @@ class Blockwise:
 
 
 class PerTensor:
-    """One scale a tensor: from its own largest element, or (delayed) from those of earlier calls, if there are any.
+    """One scale a tensor: from its own largest element, or (delayed) from that of earlier calls where it is larger.
 
-    The history is not part of a state dict: the first call after a load takes its own largest element.
+    The history is not part of a state dict.
     """
 
     alignment = 16
@@ -108,8 +112,8 @@ class PerTensor:
         self._num_calls: dict[str, int] = {}
 
     def payload(self, x_TK: Tensor, group_max: GroupMax) -> tuple[Tensor, Tensor]:
-        largest = group_max(_largest_finite(x_TK))
-        scale = self._scale("rows", largest, torch.float8_e4m3fn)
+        # Of the histories, not the elements: so the scale is the group's even where ranks remember different calls.
+        scale = self._scale(group_max(self._largest("rows", x_TK)), torch.float8_e4m3fn)
         return _cast(x_TK, scale, torch.float8_e4m3fn), scale
 
     def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
@@ -123,31 +127,34 @@ class PerTensor:
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         dtype = torch.float8_e5m2 if name.startswith("grad") else torch.float8_e4m3fn
-        scale = self._scale(name, _largest_finite(x_RK), dtype)
+        scale = self._scale(self._largest(name, x_RK), dtype)
         codes = _cast(x_RK, scale, dtype)
         made = [Fp8Matrix(codes[part], scale, "tensor") for part in ranges.slices]
         return Fp8Cast(made if rows else [], [_transposed(matrix) for matrix in made] if columns else [])
 
     def weights(self, name: str, weight_LOI: Tensor) -> Pair:
-        scale = self._scale(name, _largest_finite(weight_LOI), torch.float8_e4m3fn)
+        scale = self._scale(self._largest(name, weight_LOI), torch.float8_e4m3fn)
         codes_LOI = _cast(weight_LOI, scale, torch.float8_e4m3fn)
         made = [Fp8Matrix(codes_OI, scale, "tensor") for codes_OI in codes_LOI]
         return made, [_transposed(matrix) for matrix in made]
 
-    def _scale(self, name: str, largest: Tensor, dtype: torch.dtype) -> Tensor:
-        """[1] float32; remembers `largest`."""
-        chosen = largest
-        if self._delayed:
-            history = self._history.get(name)
-            if history is None or history.device != largest.device:
-                history = self._history[name] = largest.new_zeros(_HISTORY)
-                self._num_calls[name] = 0
-            before = history.max()
-            chosen = torch.where(before > 0, before, largest)
-            history[self._num_calls[name] % _HISTORY] = largest
-            self._num_calls[name] += 1
-        scale = (chosen / _LARGEST[dtype]).clamp(min=MIN_SCALE).reshape(1)
+    def _scale(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """[1] float32."""
+        scale = (largest / _LARGEST[dtype]).clamp(min=MIN_SCALE).reshape(1)
         return up_to_power_of_two(scale) if self._power_of_two else scale
+
+    def _largest(self, name: str, x: Tensor) -> Tensor:
+        """What the scale of x goes by: float32 scalar."""
+        largest = _largest_finite(x)
+        if not self._delayed:
+            return largest
+        history = self._history.get(name)
+        if history is None or history.device != largest.device:
+            history = self._history[name] = largest.new_zeros(_HISTORY)
+            self._num_calls[name] = 0
+        history[self._num_calls[name] % _HISTORY] = largest
+        self._num_calls[name] += 1
+        return history.max()
 
 
 def _largest_finite(x: Tensor) -> Tensor:
@@ -158,9 +165,10 @@ def _largest_finite(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale, cut off at the largest number of the dtype; NaN stays."""
+    """x / scale; what is not finite becomes NaN, as in blocks, and is not hidden behind the largest number."""
     limit = _LARGEST[dtype]
-    return (x.float() * scale.reciprocal()).clamp(-limit, limit).to(dtype)
+    codes = (x.float() * scale.reciprocal()).clamp(-limit, limit)  # rounding may carry it past the limit
+    return torch.where(x.isfinite(), codes, torch.nan).to(dtype)
 
 
 def _transposed(matrix: Fp8Matrix) -> Fp8Matrix:
