@@ -32,7 +32,7 @@ from moe_ep.fp8_rows import Fp8Rows
 from moe_ep.layers.activations import Activation, activate
 from moe_ep.layers.fp8_gemm import GroupedGemm, make_gemm
 from moe_ep.layers.fp8_recipe import Fp8Recipe, Pair, make_recipe
-from moe_ep.layers.fp8_weights import CastWeights, Fingerprint
+from moe_ep.layers.fp8_weights import CastWeights, Fingerprint, identity_of
 from moe_ep.layers.grouped_linear import weight_grad
 
 
@@ -96,7 +96,9 @@ class Fp8Experts:
 
     def _weight(self, name: str, marks: dict[str, Fingerprint], weight_LOI: Tensor) -> Pair:
         mark = marks.get(name)
-        if mark is None and not _is_capturing(weight_LOI):
+        if _is_capturing(weight_LOI):
+            mark = None
+        elif mark is None or mark.identity != identity_of(weight_LOI):  # of a forward that did not come so far
             mark = Fingerprint.of(weight_LOI)
         return self._cast.get(name, mark, lambda: self.recipe.weights(name, weight_LOI.detach()))
 

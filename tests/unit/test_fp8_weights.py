@@ -115,6 +115,31 @@ def test_a_step_between_forward_and_backward_does_not_reach_the_backward() -> No
     assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
 
 
+def test_a_look_ahead_of_a_dispatch_that_was_refused_says_nothing_later() -> None:
+    layer = fp8_layer()
+    x, rows = torch.randn(6, 128), torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = layer.experts(rows, [16] * 4)
+        layer.buffer.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            layer(x)
+        assert layer.experts.fp8 is not None
+        assert layer.experts.fp8._marks  # it had looked
+        layer.experts.down.mul_(2)
+        assert torch.equal(layer.experts(rows, [16] * 4), 2 * before)
+
+
+@pytest.mark.parametrize("made_in_it", [False, True])
+def test_inference_mode_runs_and_sees_changes(made_in_it: bool) -> None:
+    layer = None if made_in_it else fp8_layer()
+    with torch.inference_mode():
+        layer = layer or fp8_layer()
+        x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
+        before = layer(x)
+        layer.experts.down.mul_(2)
+        assert torch.equal(layer(x), 2 * before)
+
+
 def test_a_write_that_nothing_sees_is_told_by_hand(casts: list[str]) -> None:
     layer = fp8_layer()
     layer(torch.zeros(1, 128))
