@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
 import warnings
 from typing import Any
@@ -161,10 +162,11 @@ def compare(
 
 
 def departure(found: Tensor, wanted: Tensor) -> float:
-    """The largest absolute difference over the largest wanted entry."""
+    """The largest absolute difference over the largest wanted entry; infinite for NaN, which no limit would catch."""
     if found.numel() == 0:
         return 0.0
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+    worst = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+    return math.inf if math.isnan(worst) else worst
 
 
 # -- the dispatcher alone ---------------------------------------------------------------------------------------------

@@ -165,25 +165,27 @@ def test_every_setting_stays_near_the_oracle(ranks: Pools, fp8: dict[str, Any]) 
 
 
 class Spy(PlainGemm):
-    """Notes the dtypes and scalings of every product."""
+    """Notes the dtypes and scalings of every product, and how many calls there were."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, str, str]] = []
+        self.num_calls = 0
 
     def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+        self.num_calls += 1
         for left, right in zip(a, b, strict=True):
             entry = (str(left.data.dtype), left.scaling, str(right.data.dtype), right.scaling)
             self.seen += [entry] if not self.seen or self.seen[-1] != entry else []
         super().__call__(a, b, outs)
 
 
-def _spied(group: dist.ProcessGroup, fp8: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def _spied(group: dist.ProcessGroup, fp8: dict[str, Any]) -> tuple[int, list[tuple[str, str, str, str]]]:
     layer = make_layer(group, torch.bfloat16, **fp8)
     assert layer.experts.fp8 is not None
     layer.experts.fp8.gemm = spy = Spy()
     layer(share(group, torch.bfloat16)[0].requires_grad_()).sum().backward()
     layer.buffer.close()
-    return spy.seen
+    return spy.num_calls, spy.seen
 
 
 E4M3, E5M2 = "torch.float8_e4m3fn", "torch.float8_e5m2"
@@ -192,12 +194,15 @@ E4M3, E5M2 = "torch.float8_e4m3fn", "torch.float8_e5m2"
 @pytest.mark.parametrize("world", [1, 2])
 def test_forward_dgrad_and_wgrad_of_both_projections_run_in_fp8(ranks: Pools, world: int) -> None:
     product, wgrad = (E4M3, "tiles", E4M3, "rows"), (E4M3, "rows", E4M3, "rows")
-    for seen in ranks.run(_spied, world, {}):
+    for num_calls, seen in ranks.run(_spied, world, {}):
+        assert num_calls == 6
         assert seen == [product, wgrad, product, wgrad]  # both forward and d_inner; d_down; d_rows; d_first
-    for seen in ranks.run(_spied, world, {"wgrad": "bf16"}):
+    for num_calls, seen in ranks.run(_spied, world, {"wgrad": "bf16"}):
+        assert num_calls == 4
         assert seen == [product]
     whole, grads = (E4M3, "tensor", E4M3, "tensor"), (E4M3, "tensor", E5M2, "tensor")
-    for seen in ranks.run(_spied, world, {"recipe": "current"}):
+    for num_calls, seen in ranks.run(_spied, world, {"recipe": "current"}):
+        assert num_calls == 6
         assert seen == [whole, grads]
 
 
