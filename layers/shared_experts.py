@@ -67,13 +67,20 @@ class SharedExperts(nn.Module):
         """
         return self.finish(self.begin(x_TH), x_TH.dtype)
 
-    def begin(self, x_TH: Tensor, linear: Linear = F.linear) -> Tensor:
-        """The first half, [T, F] in the dtype of the GEMM."""
-        return activate(linear(x_TH, self._first.weight), self.activation)
+    def begin(self, x_TH: Tensor, linear: Linear | None = None) -> Tensor:
+        """The first half, [T, F] in the dtype of the GEMM; by `linear` in the place of the module where it is given."""
+        projected = self._first(x_TH) if linear is None else linear(x_TH, self._first.weight)
+        return activate(projected, self.activation)
 
-    def finish(self, inner_TF: Tensor, dtype: torch.dtype, linear: Linear = F.linear) -> Tensor:
-        """The second half, [T, H] in `dtype`."""
-        return linear(inner_TF, self.down.weight).to(dtype)
+    def finish(self, inner_TF: Tensor, dtype: torch.dtype, linear: Linear | None = None) -> Tensor:
+        """The second half, [T, H] in `dtype`; `linear` as in `begin`."""
+        y_TH: Tensor = self.down(inner_TF) if linear is None else linear(inner_TF, self.down.weight)
+        return y_TH.to(dtype)
+
+    def is_plain(self) -> bool:
+        """Whether both projections are the modules that were built, with nothing around them: weights say it all."""
+        linears = (self._first, self.down)
+        return not any(_has_hooks(module) for module in (self, *linears)) and all(type(x) is nn.Linear for x in linears)
 
     @property
     def _first(self) -> nn.Linear:
@@ -83,13 +90,13 @@ class SharedExperts(nn.Module):
 class SharedRun:
     """shared(x_TH) in two steps, each done once.
 
-    All of it is one step unless it runs `apart`, beside exchanges; also for a module that something wraps, or that has
-    hooks, as with FSDP2 and checkpoints.
+    All of it is one step unless it runs `apart`, beside exchanges; also where something wraps it or a projection of it,
+    or has hooks on them, as with FSDP2, checkpoints and adapters.
     """
 
     def __init__(self, shared: nn.Module, x_TH: Tensor, apart: bool) -> None:
         self._shared, self._x_TH = shared, x_TH
-        self._in_halves = apart and type(shared) is SharedExperts and not _has_hooks(shared)
+        self._in_halves = apart and type(shared) is SharedExperts and shared.is_plain()
         self._inner: Tensor | None = None
         self._y_TH: Tensor | None = None
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from moe_ep.config import MoEConfig, RouterConfig
 from moe_ep.errors import ConfigError
-from moe_ep.layers.shared_experts import SharedExperts
+from moe_ep.layers.shared_experts import SharedExperts, SharedRun
 
 
 def make_config(activation: Any = "swiglu", width: int | None = 3) -> MoEConfig:
@@ -74,3 +75,33 @@ def test_no_tokens_give_zero_gradients() -> None:
 def test_a_configuration_without_shared_expert_is_refused() -> None:
     with pytest.raises(ConfigError, match="shared_ffn_hidden_size is None"):
         SharedExperts(make_config(width=None))
+
+
+class Adapter(nn.Module):
+    """Around a linear, with its weight to be seen."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.weight = base, base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + 1
+        return out
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_what_is_put_around_a_projection_takes_part(name: str, apart: bool) -> None:
+    """Also where halves run beside exchanges."""
+    shared, x = SharedExperts(make_config()), torch.randn(5, 4)
+    plain = SharedRun(shared, x, apart).result()
+    calls: list[int] = []
+    hook = shared.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(SharedRun(shared, x, apart).result(), plain)
+    assert calls == [1]
+    hook.remove()
+    setattr(shared, name, Adapter(shared.get_submodule(name)))
+    adapted = SharedRun(shared, x, apart).result()
+    assert not torch.equal(adapted, plain)
+    if name == "down":
+        assert torch.equal(adapted, plain + 1)
