@@ -148,11 +148,16 @@ inline __host__ __device__ int num_chunks(int64_t num_tokens) {
   return static_cast<int>((num_tokens + size - 1) / size);
 }
 
-// How many steps of tickets publishing runs ahead of the pulls that wait for it: as many as are under way together.
-// Ranks need not agree on it, since a wait for a chunk ends in the end at a chunk that nothing is waited for (8, 9).
-inline int lead_of(int num_in_flight, int tickets_a_step) {
-  const int steps = (num_in_flight + tickets_a_step - 1) / tickets_a_step;
-  return steps < 32 ? steps : 32;
+// `input` for a launch with so many tickets in hand at a time, of chunks cut into kParts: `lead` says how many steps
+// publishing runs ahead of the pulls that wait for it, as many as are under way together. Ranks need not agree on it,
+// since a wait for a chunk ends in the end at a chunk that nothing is waited for (8, 9). Where nobody waits for this
+// rank there is no lead.
+template <int kParts, typename Input>
+inline Input with_lead(const Input& input, const World& world, int num_in_hand) {
+  const int a_step = kParts * world.size, steps = (num_in_hand + a_step - 1) / a_step;
+  Input out = input;
+  out.lead = world.size == 1 || input.is_registered ? 0 : steps < 32 ? steps : 32;
+  return out;
 }
 
 inline __host__ __device__ int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 void launch_combine(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
   for_kind(kind, [&](auto elem) {
     moe_ep_combine<decltype(elem)>
-        <<<num_sms, kThreads, 0, stream>>>(call, with_lead(input, call.world, num_sms * kThreads / 32));
+        <<<num_sms, kThreads, 0, stream>>>(call, with_lead<kCombineParts>(input, call.world, num_sms * kThreads / 32));
   });
   check_cuda(cudaGetLastError(), "combine: the launch");
 }

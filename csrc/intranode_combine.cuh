@@ -12,13 +12,6 @@
 
 namespace moe_ep {
 
-// `input` for a launch with so many tickets in hand at a time. Where nobody waits for this rank there is no lead.
-inline CombineInput with_lead(const CombineInput& input, const World& world, int num_in_flight) {
-  CombineInput out = input;
-  out.lead = world.size == 1 || input.is_registered ? 0 : lead_of(num_in_flight, kCombineParts * world.size);
-  return out;
-}
-
 struct CombineWork {
   enum Kind { kReduce, kHome, kNothing, kEnd } kind;
   int source;

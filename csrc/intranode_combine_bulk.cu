@@ -9,10 +9,8 @@ namespace {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-__device__ unsigned int lanes_before() { return (1u << lane_idx()) - 1; }
-
 // By a whole warp: puts what this rank has for compact rows `row` (-1: none) into the items; returns the number of rows
-// of each. All look-ups of a kind are under way together.
+// of each.
 template <typename Wide>
 __device__ void describe_own(const CombineInput& in, const int64_t (&row)[kDescribed], Item<Wide>* (&items)[kDescribed],
                              int (&num_own)[kDescribed]) {
@@ -28,16 +26,9 @@ __device__ void describe_own(const CombineInput& in, const int64_t (&row)[kDescr
     }
     return;
   }
-  int64_t mine[kDescribed];
-#pragma unroll
-  for (int i = 0; i < kDescribed; ++i) {
-    mine[i] = row[i] >= 0 && lane < in.num_topk ? in.pair_row[row[i] * in.num_topk + lane] : -1;
-  }
+  int mine[kDescribed];
   Wide weight[kDescribed];
-#pragma unroll
-  for (int i = 0; i < kDescribed; ++i) {
-    weight[i] = in.weights != nullptr && mine[i] >= 0 ? static_cast<const Wide*>(in.weights)[mine[i]] : Wide(0);
-  }
+  look_up_pairs(in.pair_row, in.num_topk, in.weights, row, mine, weight);
 #pragma unroll
   for (int i = 0; i < kDescribed; ++i) {
     const unsigned int mask = __ballot_sync(kFullWarp, mine[i] >= 0);
@@ -377,7 +368,7 @@ void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind ki
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)),
+          call, with_lead<kCombineParts>(input, call.world, tickets_in_hand<kTeam>(num_sms)),
           cut_of<kTeam>(input.row_bytes, max_terms));
     });
   });

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
 }  // namespace
 
 void launch_move(const Call& call, const MoveInput& input, int num_sms, cudaStream_t stream) {
-  moe_ep_move<<<num_sms, kCopyThreads, 0, stream>>>(call, with_lead(input, call.world, num_sms * kCopyThreads / 32));
+  moe_ep_move<<<num_sms, kCopyThreads, 0, stream>>>(
+      call, with_lead<kMoveParts>(input, call.world, num_sms * kCopyThreads / 32));
   check_cuda(cudaGetLastError(), "dispatch: the launch");
 }
 

@@ -13,13 +13,6 @@ namespace moe_ep {
 
 constexpr int kTailTickets = 32;
 
-// `input` for a launch with so many tickets in hand at a time. Where nobody waits for this rank there is no lead.
-inline MoveInput with_lead(const MoveInput& input, const World& world, int num_in_flight) {
-  MoveInput out = input;
-  out.lead = world.size == 1 || input.is_registered ? 0 : lead_of(num_in_flight, kMoveParts * world.size);
-  return out;
-}
-
 // -- what a ticket means --------------------------------------------------------------------------------------------
 
 struct MoveWork {

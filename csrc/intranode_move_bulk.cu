@@ -435,7 +435,8 @@ void launch_move_bulk(const Call& call, const MoveInput& input, int num_sms, cud
     const int num_bytes = shared_bytes(pieces, kWorkers), in_hand = num_sms * kWorkers * (kBatches + 1);
     constexpr auto kernel = moe_ep_move_bulk<kWorkers>;
     allow_shared_memory<kernel>(num_bytes, "dispatch: the shared memory of the rings");
-    kernel<<<num_sms, kWorkers * kRoles * 32, num_bytes, stream>>>(call, with_lead(input, call.world, in_hand), pieces);
+    kernel<<<num_sms, kWorkers * kRoles * 32, num_bytes, stream>>>(
+        call, with_lead<kMoveParts>(input, call.world, in_hand), pieces);
   };
   if (input.rows[0].row_bytes > kLongRowBytes) {
     launch(std::integral_constant<int, 2>());

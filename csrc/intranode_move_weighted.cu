@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
 void launch_move_weighted(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                           int num_sms, cudaStream_t stream) {
   for_kind(kind, [&](auto elem) {
-    moe_ep_move_weighted<decltype(elem)>
-        <<<num_sms, kTeams * kTeamThreads, 0, stream>>>(call, with_lead(input, call.world, num_sms * kTeams), weights);
+    moe_ep_move_weighted<decltype(elem)><<<num_sms, kTeams * kTeamThreads, 0, stream>>>(
+        call, with_lead<kMoveParts>(input, call.world, num_sms * kTeams), weights);
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");
 }

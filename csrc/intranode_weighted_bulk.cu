@@ -23,20 +23,13 @@ __device__ void describe_rows(const MoveInput& in, const MoveWeights& w, const c
                               Item<Wide>* (&items)[kDescribed]) {
   const int lane = lane_idx();
   int mine[kDescribed];
-#pragma unroll
-  for (int i = 0; i < kDescribed; ++i) {
-    mine[i] = row[i] >= 0 && lane < in.num_topk ? in.pair_row[row[i] * in.num_topk + lane] : -1;
-  }
   Wide weight[kDescribed];
-#pragma unroll
-  for (int i = 0; i < kDescribed; ++i) {
-    weight[i] = mine[i] >= 0 ? static_cast<const Wide*>(w.weights)[mine[i]] : Wide(0);
-  }
+  look_up_pairs(in.pair_row, in.num_topk, w.weights, row, mine, weight);
 #pragma unroll
   for (int i = 0; i < kDescribed; ++i) {
     const unsigned int mask = __ballot_sync(kFullWarp, mine[i] >= 0);
     if (mine[i] >= 0) {
-      const int number = __popc(mask & ((1u << lane) - 1));
+      const int number = __popc(mask & lanes_before());
       items[i]->place[number] = mine[i];
       items[i]->weight[number] = weight[i];
       items[i]->address[1 + number] = reinterpret_cast<uint64_t>(w.rows) + mine[i] * in.rows[0].row_bytes;
@@ -268,7 +261,7 @@ void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const M
       constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
+          call, with_lead<kMoveParts>(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
           cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
     });
   });

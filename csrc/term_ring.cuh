@@ -348,6 +348,23 @@ struct Team {
   }
 };
 
+// By a whole warp: which row of the experts slot `lane` of each compact row is (-1: none here, or no compact row), and
+// its weight where there are weights. All look-ups of a kind are under way together.
+template <typename Wide>
+__device__ void look_up_pairs(const int32_t* pair_row, int num_topk, const void* weights,
+                              const int64_t (&row)[kDescribed], int (&mine)[kDescribed], Wide (&weight)[kDescribed]) {
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    mine[i] = row[i] >= 0 && lane_idx() < num_topk ? pair_row[row[i] * num_topk + lane_idx()] : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kDescribed; ++i) {
+    weight[i] = weights != nullptr && mine[i] >= 0 ? static_cast<const Wide*>(weights)[mine[i]] : Wide(0);
+  }
+}
+
+__device__ inline unsigned int lanes_before() { return (1u << lane_idx()) - 1; }
+
 #endif
 
 }  // namespace moe_ep
