@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.autograd import ops
-from moe_ep.autograd.dispatch_backward import backward_of_dispatch
+from moe_ep.autograd.dispatch_backward import backward_of_dispatch, tie_to_plan
 from moe_ep.autograd.dispatch_fp8 import dispatch_fp8
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.backends.base import Backend, DispatchPlan
@@ -25,13 +25,7 @@ class Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor | None, anchor: Tensor | None, backend: Backend, plan: DispatchPlan
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.backend, ctx.handle = backend, plan.handle
-        rows = backend.dispatch(plan.handle, x)
-        frozen = [] if plan.handle.x_needs_grad else [rows]
-        if plan.row_weights is not None and not plan.handle.weights_need_grad:
-            frozen.append(plan.row_weights)
-        ctx.mark_non_differentiable(*frozen)
-        return rows, plan.row_weights
+        return tie_to_plan(ctx, backend, plan, backend.dispatch(plan.handle, x))
 
     @staticmethod
     @once_differentiable("dispatch")

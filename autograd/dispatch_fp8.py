@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from moe_ep.autograd.dispatch_backward import backward_of_dispatch
+from moe_ep.autograd.dispatch_backward import backward_of_dispatch, tie_to_plan
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.buffer import Buffer
@@ -46,14 +46,8 @@ class _Arrival(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor | None, anchor: Tensor | None, backend: Backend, plan: DispatchPlan
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.backend, ctx.handle = backend, plan.handle
         nothing = torch.full((), float("nan"), dtype=x.dtype, device=x.device)
-        face = nothing.expand(plan.handle.num_rows, x.shape[1])
-        frozen = [] if plan.handle.x_needs_grad else [face]
-        if plan.row_weights is not None and not plan.handle.weights_need_grad:
-            frozen.append(plan.row_weights)
-        ctx.mark_non_differentiable(*frozen)
-        return face, plan.row_weights
+        return tie_to_plan(ctx, backend, plan, nothing.expand(plan.handle.num_rows, x.shape[1]))
 
     @staticmethod
     @once_differentiable("dispatch_fp8")
