@@ -192,7 +192,8 @@ def _report(
             mean = getattr(split, part)
             figures[f"{op.replace('_fwd_bwd', '')}_{part}"] = Times(mean, mean, mean, None, None)
     exchange = Exchange(shape.shared_ffn is None, layer.buffer.backend_name, num_sms, remote, top)
-    rows = [_record(world, routed, key, variant.dtype, figure, exchange) for key, figure in figures.items()]
+    origin = records.Origin.here()
+    rows = [_record(world, routed, key, variant.dtype, figure, exchange, origin) for key, figure in figures.items()]
     if world.rank == 0:
         print(f"{variant.dtype}, {op}: {_text(name, shape, world, times, split)}", flush=True)
         for kernel, each, launches in longest(spans, PROFILED_STEPS, 12):
@@ -214,37 +215,25 @@ class Exchange:
     ceiling_gbps: float | None
 
 
-def _record(world: World, shape: Shape, op: str, dtype: str, times: Times, exchange: Exchange) -> records.Record:
+def _record(
+    world: World, shape: Shape, op: str, dtype: str, times: Times, exchange: Exchange, origin: records.Origin
+) -> records.Record:
     moves = op.startswith("layer_fwd_bwd") or op.endswith("_exchange")
-    moved = exchange.remote_bytes if moves else 0
-    return records.Record(
+    return records.filled(
+        world,
+        shape,
+        times,
+        exchange.remote_bytes if moves else 0,
+        exchange.ceiling_gbps,
+        origin,
         op=op if exchange.is_marked else op.replace("layer", "layer_shared", 1),
         system="moe_ep",
         backend=exchange.backend,
         transport="collectives" if exchange.backend == "torch" else "sm",
         layout="expert_major",
         dtype=dtype,
-        world=world.size,
-        nodes=1,
-        gpus=world.gpus,
-        tokens=shape.tokens,
-        hidden=shape.hidden,
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        routing=shape.routing,
         num_sms=exchange.num_sms,
         registered=False,
-        time_us=round(times.median, 1),
-        time_us_p10=round(times.p10, 1),
-        time_us_p90=round(times.p90, 1),
-        host_us=None if times.host is None else round(times.host, 1),
-        kernel_us=None,
-        remote_bytes=moved,
-        gbps=round(moved / times.median / 1e3, 3) if times.median else 0.0,
-        ceiling_gbps=None if exchange.ceiling_gbps is None else round(exchange.ceiling_gbps, 3),
-        hardware=records.hardware(),
-        versions=records.versions(),
-        commit=records.commit(),
     )
 
 

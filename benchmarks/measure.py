@@ -54,9 +54,7 @@ class Run:
     clock: Clock
     ceiling_gbps: float | None
     absent: dict[str, str]  # peer -> why it cannot run here
-    hardware: str
-    versions: str
-    commit: str
+    origin: records.Origin
 
     def say(self, text: str) -> None:
         if self.world.rank == 0:
@@ -73,9 +71,9 @@ def measure(world: World, jobs: Sequence[Job], settings: Settings) -> None:
         clock = CudaClock(world, settings.iterations, align.wait)
     absent = {name: said for name, (missing, _) in PEERS.items() if (said := missing(world)) is not None}
     notes = sorted({absent[name] for job in jobs for name in job.peers if name in absent})
-    versions = records.versions(notes)
-    this = Run(world, settings, clock, top, absent, records.hardware(), versions, records.commit())
-    this.say(f"{this.hardware}; {this.versions}; commit {this.commit}; {world.size} ranks")
+    origin = records.Origin.here(notes)
+    this = Run(world, settings, clock, top, absent, origin)
+    this.say(f"{origin.hardware}; {origin.versions}; commit {origin.commit}; {world.size} ranks")
     if world.rank == 0 and settings.out is not None and not settings.append:
         records.write(settings.out, [])
     for number, job in enumerate(jobs):
@@ -161,34 +159,21 @@ def _record(this: Run, job: Job, traffic: Traffic, case: str, timed: TimedCall, 
     if world.device.type == "cpu":
         crossings = 4 if op == "dispatch_combine_fwd_bwd" else 1
         top = ceiling.cpu_ceiling(world, remote // crossings, this.settings.iterations)
-    return records.Record(
+    return records.filled(
+        world,
+        shape,
+        times,
+        remote,
+        top,
+        this.origin,
         op=op,
         system=system.name,
         backend=system.backend,
         transport=system.transport,
         layout=layout,
         dtype=timed.dtype,
-        world=world.size,
-        nodes=1,
-        gpus=world.gpus,
-        tokens=shape.tokens,
-        hidden=shape.hidden,
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        routing=shape.routing,
         num_sms=system.num_sms,
         registered=timed.registered,
-        time_us=round(times.median, 1),
-        time_us_p10=round(times.p10, 1),
-        time_us_p90=round(times.p90, 1),
-        host_us=None if times.host is None else round(times.host, 1),
-        kernel_us=None if times.kernel is None else round(times.kernel, 1),
-        remote_bytes=remote,
-        gbps=round(remote / times.median / 1e3, 3),
-        ceiling_gbps=None if top is None else round(top, 3),
-        hardware=this.hardware,
-        versions=this.versions,
-        commit=this.commit,
     )
 
 

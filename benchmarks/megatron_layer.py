@@ -162,11 +162,12 @@ def _measure_shape(
     steps = [make_step(world, shape, layer) for layer in layers]
     figures = clock.measure([step for step, _ in steps])
     remote = _remote_bytes(world, shape, layers[0], steps[0][1])
+    origin = records.Origin.here([_megatron_version()])
     rows = []
     for system, (step, _), times in zip(settings.systems, steps, figures, strict=True):
         spans = device_spans(step, PROFILED_STEPS) if world.gpus == world.size else []
         parts = {"layer_fwd_bwd": times, **_parts(spans)}
-        rows += [_record(world, shape, op, system, each, settings, remote, top) for op, each in parts.items()]
+        rows += [_record(world, shape, op, system, each, settings, remote, top, origin) for op, each in parts.items()]
         if world.rank == 0:
             _print(name, system, parts, figures[0].median, spans)
     return rows
@@ -189,45 +190,35 @@ def _remote_bytes(world: World, shape: LayerShape, layer: Any, x: Tensor) -> int
     with torch.no_grad():
         _, routing_map = layer.router(x.detach())
     idx_TK = expert_slots(routing_map, shape.topk).cpu()
-    traffic = measure_traffic(world, Shape(shape.tokens, shape.hidden, shape.num_experts, shape.topk, "router"), idx_TK)
+    traffic = measure_traffic(world, _routed(shape), idx_TK)
     return CROSSINGS * traffic.remote_bytes("combine", _dtype(world), shape.hidden)
+
+
+def _routed(shape: LayerShape) -> Shape:
+    return Shape(shape.tokens, shape.hidden, shape.num_experts, shape.topk, "router")
 
 
 def _record(
     world: World, shape: LayerShape, op: str, system: str, times: Times, settings: Settings, remote: int,
-    top: float | None,
+    top: float | None, origin: records.Origin,
 ) -> records.Record:  # fmt: skip
-    moved = remote if op in ("layer_fwd_bwd", "layer_exchange") else 0
     on_cuda = world.device.type == "cuda"
     stock = system == "megatron_alltoall"
-    return records.Record(
+    return records.filled(
+        world,
+        _routed(shape),
+        times,
+        remote if op in ("layer_fwd_bwd", "layer_exchange") else 0,
+        top,
+        origin,
         op=op,
         system=system,
         backend=("nccl" if on_cuda else "gloo") if stock else ("intranode" if on_cuda else "torch"),
         transport="collectives" if stock or not on_cuda else "sm",
         layout="expert_major" if system == "megatron_moe_ep" else "compact",
         dtype=_dtype(world),
-        world=world.size,
-        nodes=1,
-        gpus=world.gpus,
-        tokens=shape.tokens,
-        hidden=shape.hidden,
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        routing="router",
         num_sms=None if stock else settings.num_sms,
         registered=False,
-        time_us=round(times.median, 1),
-        time_us_p10=round(times.p10, 1),
-        time_us_p90=round(times.p90, 1),
-        host_us=None if times.host is None else round(times.host, 1),
-        kernel_us=None,
-        remote_bytes=moved,
-        gbps=round(moved / times.median / 1e3, 3) if times.median else 0.0,
-        ceiling_gbps=None if top is None else round(top, 3),
-        hardware=records.hardware(),
-        versions=records.versions([_megatron_version()]),
-        commit=records.commit(),
     )
 
 

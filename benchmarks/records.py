@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import World
+from benchmarks.routing import Shape
+from benchmarks.timing import Times
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]  # a record as it comes out of a file
@@ -64,6 +68,47 @@ class Record:
     hardware: str
     versions: str
     commit: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where and with what a run's figures were measured; asked once a run, since it starts processes."""
+
+    hardware: str
+    versions: str
+    commit: str
+
+    @classmethod
+    def here(cls, peers: Iterable[str] = ()) -> Origin:
+        return cls(hardware(), versions(peers), commit())
+
+
+def filled(
+    world: World, shape: Shape, times: Times, remote_bytes: int, ceiling_gbps: float | None, origin: Origin, **own: Any
+) -> Record:
+    """A record of one node; `own` has the columns that neither the sizes nor the times nor the run decide."""
+    return Record(
+        world=world.size,
+        nodes=1,
+        gpus=world.gpus,
+        tokens=shape.tokens,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        topk=shape.topk,
+        routing=shape.routing,
+        time_us=round(times.median, 1),
+        time_us_p10=round(times.p10, 1),
+        time_us_p90=round(times.p90, 1),
+        host_us=None if times.host is None else round(times.host, 1),
+        kernel_us=None if times.kernel is None else round(times.kernel, 1),
+        remote_bytes=remote_bytes,
+        gbps=round(remote_bytes / times.median / 1e3, 3) if times.median else 0.0,
+        ceiling_gbps=None if ceiling_gbps is None else round(ceiling_gbps, 3),
+        hardware=origin.hardware,
+        versions=origin.versions,
+        commit=origin.commit,
+        **own,
+    )
 
 
 def hardware() -> str:
