@@ -181,17 +181,29 @@ __device__ inline uint32_t verdict_of(const Call& call, const Turn& turn) {
   return __any_sync(kFullWarp, grows) ? kGrow : kGo;
 }
 
+// By a whole block, at the start of a call of one kernel: slots and header. Whether the slot may be written now; what
+// peers sent may be read after the verdict only.
+__device__ inline bool begin_call(const Call& call, const Turn& turn, bool overflowed = false) {
+  __shared__ bool shared_begun;
+  if (threadIdx.x < 32) {
+    const bool begun = call.world.state->failed == 0 && slots_are_free(call.world, turn);
+    if (begun && blockIdx.x == 0) {
+      send_header(call, turn, call.header[kStatusWord], overflowed);
+    }
+    if (threadIdx.x == 0) {
+      shared_begun = begun;
+    }
+  }
+  __syncthreads();
+  return shared_begun;
+}
+
 // By a whole block, at the start of a call of one kernel: slots, header, verdict.
 __device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool overflowed = false) {
   __shared__ uint32_t shared_verdict;
+  const bool begun = begin_call(call, turn, overflowed);
   if (threadIdx.x < 32) {
-    uint32_t verdict = kFailed;
-    if (call.world.state->failed == 0 && slots_are_free(call.world, turn)) {
-      if (blockIdx.x == 0) {
-        send_header(call, turn, call.header[kStatusWord], overflowed);
-      }
-      verdict = verdict_of(call, turn);
-    }
+    const uint32_t verdict = begun ? verdict_of(call, turn) : static_cast<uint32_t>(kFailed);
     if (threadIdx.x == 0) {
       shared_verdict = verdict;
     }
@@ -199,6 +211,26 @@ __device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool ov
   __syncthreads();
   return shared_verdict;
 }
+
+// The verdict for a warp that can work before it is there: what it puts into its own slot, and into outputs that are
+// filled over where the call gives up, needs none. `worst`, in shared memory, is kGo at first and of all warps.
+struct LateVerdict {
+  uint32_t* worst;
+  bool is_known = false;
+  uint32_t value = kGo;
+
+  // By a whole warp.
+  __device__ uint32_t ask(const Call& call, const Turn& turn) {
+    if (!is_known) {
+      is_known = true;
+      value = verdict_of(call, turn);
+      if (lane_idx() == 0) {
+        atomicMax(worst, value);
+      }
+    }
+    return value;
+  }
+};
 
 // Whether `rank` lets its peers read the rows of this call where they lie.
 __device__ inline bool is_registered(const World& world, const Turn& turn, int rank) {

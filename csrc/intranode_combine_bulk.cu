@@ -261,14 +261,19 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   const Turn turn = turn_of(world);
   Team<kTeam, Wide> team(shared, states, cut);
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
-  const uint32_t verdict = open_call(call, turn, overflowed);
-  const unsigned int lost = lost_ranks(world, turn);
-  const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
+  __shared__ uint32_t worst_verdict;
+  if (threadIdx.x == 0) {
+    worst_verdict = kGo;
+  }
+  const bool begun = begin_call(call, turn, overflowed), fits = call.header[kStatusWord] == kFine;
+  LateVerdict late_verdict = {&worst_verdict};
+  unsigned int lost = 0;
+  const int most = most_chunks(in.geometry, world.size);
   const auto for_peer = [&](int64_t row, int count, auto& items) { describe_for_peer(in, row, count, items); };
   const auto at_home = [&](int64_t token, int count, auto& items) {
     describe_at_home(world, in, turn, lost, token, count, items);
   };
-  if (verdict == kGo && team.fetches()) {
+  if (begun && team.fetches()) {
     team.draw_ticket(world.state);
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
@@ -276,9 +281,13 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       if (work.kind == CombineWork::kNothing) {
         continue;
       }
-      if (work.kind == CombineWork::kHome && !chunk_is_reduced(world, turn, work.chunk)) {
-        ticket = kNoTicket;
-        work.kind = CombineWork::kEnd;
+      if (work.kind != CombineWork::kReduce || !fits) {
+        const bool was_known = late_verdict.is_known, goes = late_verdict.ask(call, turn) == kGo;
+        lost = was_known || !goes ? lost : lost_ranks(world, turn);
+        if (!goes || (work.kind == CombineWork::kHome && !chunk_is_reduced(world, turn, work.chunk))) {
+          ticket = kNoTicket;
+          work.kind = CombineWork::kEnd;
+        }
       }
       team.hand_on(ticket);
       if (work.kind == CombineWork::kEnd) {
@@ -297,7 +306,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         }
       }
     }
-  } else if (verdict == kGo) {
+  } else if (begun) {
     for (;;) {
       const uint32_t ticket = team.get_ticket();
       const CombineWork work = combine_work(world, in, ticket, most);
@@ -342,6 +351,8 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       team.release_ticket();
     }
   }
+  __syncthreads();
+  const uint32_t verdict = begun ? worst_verdict : static_cast<uint32_t>(kFailed);
   const Output output = {in.y, in.num_tokens * in.row_bytes, in.poison};
   if (is_last_block(world.state)) {
     if (verdict == kGo && in.geometry[Geometry::kNoPlan] != 0) {

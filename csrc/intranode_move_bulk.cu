@@ -135,9 +135,12 @@ __device__ int plan_rows(const Worker& worker, const MoveInput& in, int slot, in
 }
 
 // By a whole warp: takes tickets until there are none.
-__device__ void plan(const Worker& worker, const World& world, const MoveInput& in, const Turn& turn, int most,
-                     bool overflowed) {
+__device__ void plan(const Worker& worker, const Call& call, const MoveInput& in, const Turn& turn, int most,
+                     bool overflowed, uint32_t* worst_verdict) {
+  const World& world = call.world;
   const int lane = lane_idx();
+  const bool fits = call.header[kStatusWord] == kFine;
+  LateVerdict verdict = {worst_verdict};
   const bool posts = world.size > 1 && !in.is_registered;
   Cursor cursor = {kBatches};
   uint32_t num_pieces = 0;
@@ -190,7 +193,8 @@ __device__ void plan(const Worker& worker, const World& world, const MoveInput& 
     const uint32_t ticket = __shfl_sync(kFullWarp, upcoming, 0);
     upcoming = draw();
     const MoveWork work = move_work(world, in, ticket, most);
-    if (work.kind == MoveWork::kEnd) {
+    const bool needs_verdict = work.kind != MoveWork::kOwn || !fits;
+    if ((needs_verdict && verdict.ask(call, turn) != kGo) || work.kind == MoveWork::kEnd) {
       for (int i = 0; i < kBatches; ++i) {
         put(work, 0, -1, 0, 0);
       }
@@ -394,10 +398,15 @@ __global__ void __launch_bounds__(kWorkers * kRoles * 32, 1)
     }
   }
   fence_copy_engine();
-  const uint32_t verdict = open_call(call, turn);  // synchronises the block
-  if (verdict == kGo) {
+  __shared__ uint32_t worst_verdict;
+  if (threadIdx.x == 0) {
+    worst_verdict = kGo;
+  }
+  const bool begun = begin_call(call, turn);  // synchronises the block
+  if (begun) {
     if (role == 0) {
-      plan(worker, world, in, turn, most_chunks(in.geometry, world.size), in.geometry[Geometry::kOverflowed] != 0);
+      plan(worker, call, in, turn, most_chunks(in.geometry, world.size), in.geometry[Geometry::kOverflowed] != 0,
+           &worst_verdict);
     } else if (role == 1) {
       load(worker, in);
     } else {
@@ -409,7 +418,8 @@ __global__ void __launch_bounds__(kWorkers * kRoles * 32, 1)
       __syncwarp();
     }
   }
-  end_move(call, in, turn, verdict);
+  __syncthreads();
+  end_move(call, in, turn, begun ? worst_verdict : static_cast<uint32_t>(kFailed));
 }
 
 #else

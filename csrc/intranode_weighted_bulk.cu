@@ -163,16 +163,22 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   const World& world = call.world;
   const Turn turn = turn_of(world);
   Team<kTeam, Wide> team(shared, states, cut);
-  const uint32_t verdict = open_call(call, turn);
+  __shared__ uint32_t worst_verdict;
+  if (threadIdx.x == 0) {
+    worst_verdict = kGo;
+  }
+  const bool begun = begin_call(call, turn), fits = call.header[kStatusWord] == kFine;
+  LateVerdict late_verdict = {&worst_verdict};
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
-  const int most = verdict == kGo ? most_chunks(in.geometry, world.size) : 0;
-  if (verdict == kGo && team.fetches()) {
+  const int most = most_chunks(in.geometry, world.size);
+  if (begun && team.fetches()) {
     team.draw_ticket(world.state);
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
       const MoveWork work = move_work(world, in, ticket, most);
       const bool pulls = work.kind == MoveWork::kPull && !overflowed;
-      if (pulls && !chunk_arrived(world, turn, work)) {
+      const bool needs_verdict = work.kind != MoveWork::kOwn || !fits;
+      if ((needs_verdict && late_verdict.ask(call, turn) != kGo) || (pulls && !chunk_arrived(world, turn, work))) {
         ticket = kNoTicket;
       }
       team.hand_on(ticket);
@@ -193,7 +199,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
                    });
       }
     }
-  } else if (verdict == kGo) {
+  } else if (begun) {
     for (;;) {
       const uint32_t ticket = team.get_ticket();
       const MoveWork work = move_work(world, in, ticket, most);
@@ -227,6 +233,8 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       team.release_ticket();
     }
   }
+  __syncthreads();
+  const uint32_t verdict = begun ? worst_verdict : static_cast<uint32_t>(kFailed);
   if (!is_last_block(world.state)) {
     return;
   }
