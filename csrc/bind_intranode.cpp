@@ -293,8 +293,9 @@ bool numbers_home(const Exchange& exchange, uintptr_t caller, bool joins, int nu
 }
 
 bool all_reduce(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, const std::string& header,
-                int num_match, uintptr_t in, uintptr_t out, int64_t count, const std::string& dtype_name) {
-  const Call call = call_of(exchange, header, num_match, 0);
+                int num_match, uint64_t question, uintptr_t in, uintptr_t out, int64_t count,
+                const std::string& dtype_name) {
+  const Call call = call_of(exchange, header, num_match, question);
   return launch_between(exchange, caller, joins, [&](cudaStream_t stream) {
     launch_all_reduce(call, pointer_from<const void>(in), pointer_from<void>(out), count, number_kind(dtype_name),
                       num_sms, stream);

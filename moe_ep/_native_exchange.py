@@ -139,6 +139,7 @@ class NativeExchange(Protocol):
         num_sms: int,
         header: bytes,
         num_match: int,
+        question: int,
         numbers: int,
         out: int,
         count: int,

@@ -78,6 +78,7 @@ class IntranodeBackend(NodeCalls):
 
     def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> None:
         """Both kernels of a plan, with the host's wait between them."""
+        self._settle()
         while True:
             self._num_calls += 1
             question = next(self._questions)
@@ -316,6 +317,7 @@ class IntranodeBackend(NodeCalls):
             self.num_sms,
             pack(header, OK, own_bytes),
             NUM_MATCH_WORDS,
+            self._ask_later("all_reduce"),
             numbers.data_ptr(),
             out.data_ptr(),
             numbers.numel(),
@@ -327,6 +329,7 @@ class IntranodeBackend(NodeCalls):
         # Inside a capture nothing runs that could tell the others; their replays will find this rank missing.
         if isinstance(error, EPTimeoutError) or self._closed or torch.cuda.is_current_stream_capturing():
             raise error
+        self._unsettled = None  # what the caller gets is this error
         question = self._send_header(Header(operation=OPERATIONS.index(operation)), status_of(error), 0)
         self._faults.await_answer(operation, question, self._host_limit_secs)
         self._faults.refused(operation, error, self._join_rows)
@@ -343,6 +346,7 @@ class IntranodeBackend(NodeCalls):
             self._faults.stop(str(error))
             raise
         self._faults.forget()
+        self._unsettled = None
         self._num_calls = 0
 
     @property

@@ -50,6 +50,7 @@ class NodeCalls:
         self._is_in_graph = False  # some CUDA graph holds addresses of the segments
         self._num_calls = 0  # of a generation or more; ranks count alike: a call that one refuses is one on all
         self._questions = itertools.count(1)
+        self._unsettled: tuple[str, int] | None = None  # a call whose verdict the next wait of the host asks for
         self._closed = False
 
     @property
@@ -95,6 +96,7 @@ class NodeCalls:
                 "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
                 f"num_nvl_bytes of at least {2 * need_bytes}."
             )
+        self._settle()
         question = self._send_header(header, OK, need_bytes)
         if self._ask(OPERATIONS[header.operation], question, None) == GROW:
             self._grow()
@@ -127,6 +129,22 @@ class NodeCalls:
     def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> int:
         """Waits for the verdict of a call; GO or GROW, everything else raises."""
         return self._faults.verdict(operation, question, self._host_limit_secs, request, self._join_rows)
+
+    def _ask_later(self, operation: str) -> int:
+        """A question whose answer `_settle` waits for; 0, which asks nothing, where a CUDA graph is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        self._unsettled = operation, next(self._questions)
+        return self._unsettled[1]
+
+    def _settle(self) -> None:
+        """Raises what became of the last sum, before a call whose host waits: a rank that refused does not come to it.
+
+        Its kernel has begun by then or the wait would come later anyway, so the GPU idles for one launch.
+        """
+        if self._unsettled is not None:
+            (operation, question), self._unsettled = self._unsettled, None
+            self._ask(operation, question, None)
 
     def _join_rows(self, error: Exception) -> None:
         """Refuses the rows of a dispatch that this rank gives up and others, who did not wait, have begun."""

@@ -150,6 +150,23 @@ def test_a_refusal_is_the_same_error_on_all_ranks(node: FakeNode, kind: type[Exc
     assert backends[0]._num_calls == backends[1]._num_calls
 
 
+def test_a_sum_that_met_a_refusal_is_raised_before_the_next_wait_for_the_rank_that_left(node: FakeNode) -> None:
+    backends = construct(node)
+    error = ValueError("x has 128 columns.")
+
+    def call(rank: int) -> tuple[type[BaseException] | None, str]:
+        if rank == 0:
+            return caught(lambda: backends[0].refuse("dispatch", error))
+        backends[1].all_reduce(torch.ones(3))
+        return caught(lambda: backends[1].plan(make_request(4, world=2)))
+
+    (kind, text), (other_kind, other_text) = node.run(call)
+    assert (kind, text) == (ValueError, "EP rank 0 refused dispatch: x has 128 columns.")
+    assert (other_kind, other_text) == (ValueError, "EP rank 0 refused all_reduce: x has 128 columns.")
+    assert names(backends[1]) == ["all_reduce"], "no plan is started that rank 0 does not come to"
+    assert backends[0]._num_calls == backends[1]._num_calls, "the ranks are in step, and go on without a reset"
+
+
 def test_a_refusal_of_a_closed_buffer_or_by_a_time_limit_sends_nothing(node: FakeNode) -> None:
     backend = construct(node)[RANK]
     late = EPTimeoutError("rank 0 did not come")
