@@ -103,11 +103,6 @@ class _Travel:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def plan(self, request: DispatchRequest) -> DispatchPlan:
-        self._set_out()
-        with self._on_own_stream():
-            return self._backend.plan(request)
-
     def plan_and_dispatch(
         self, request: DispatchRequest, scales: Tensor | None
     ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
@@ -120,14 +115,6 @@ class _Travel:
     ) -> bool:
         self._set_out()
         return self._backend.open_combine(handle, rows, weights, exact, needs_grad)
-
-    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
-        with self._moving():
-            return self._backend.dispatch(handle, x)
-
-    def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        with self._moving():
-            return self._backend.dispatch_scaled(handle, x, scales)
 
     def combine(
         self,

@@ -8,24 +8,17 @@ import torch
 from torch import Tensor
 
 from moe_ep.autograd import ops
-from moe_ep.autograd.dispatch_backward import backward_of_dispatch, tie_to_plan
+from moe_ep.autograd.dispatch_backward import Arrival, backward_of_dispatch, tie
 from moe_ep.autograd.dispatch_fp8 import dispatch_fp8
 from moe_ep.autograd.once import once_differentiable
-from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.buffer import Buffer
 from moe_ep.checks import as_weights, dispatch_request
 from moe_ep.handle import DispatchOutput
 from moe_ep.integrations import transformer_engine
 
 
-class Dispatch(torch.autograd.Function):
-    """Moves the rows of a plan; the weights travelled with the plan and are only tied to the graph here."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, anchor: Tensor | None, backend: Backend, plan: DispatchPlan
-    ) -> tuple[Tensor, Tensor | None]:
-        return tie_to_plan(ctx, backend, plan, backend.dispatch(plan.handle, x))
+class Dispatch(Arrival):
+    """Rows in the dtype of x."""
 
     @staticmethod
     @once_differentiable("dispatch")
@@ -94,9 +87,8 @@ def dispatch(
         backend.refuse("dispatch", error)
     if ops.is_watched():
         return ops.compiled_dispatch(buffer, x, topk_idx, weights, num_experts, layout, alignment, max_rows)
-    plan = backend.plan(request)
-    joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
-    rows, row_weights = Dispatch.apply(x, weights, buffer.anchor if joins_backward else None, backend, plan)  # type: ignore[no-untyped-call]
+    plan, moved, _ = backend.plan_and_dispatch(request, None)
+    rows, row_weights = tie(Dispatch, buffer, x, weights, plan, moved)
     return DispatchOutput(
         x=rows,
         topk_idx=plan.row_idx,

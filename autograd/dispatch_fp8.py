@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from moe_ep.autograd.dispatch_backward import backward_of_dispatch, tie_to_plan
+from moe_ep.autograd.dispatch_backward import Arrival, backward_of_dispatch, tie
 from moe_ep.autograd.once import once_differentiable
-from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.buffer import Buffer
 from moe_ep.checks import as_weights, dispatch_request
 from moe_ep.fp8 import quantize_1x128
@@ -39,15 +38,8 @@ class Fp8DispatchOutput:
     handle: DispatchHandle
 
 
-class _Arrival(torch.autograd.Function):
-    """Ties the face of rows that have arrived, and their weights, to what was sent. The bytes do not come here."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, anchor: Tensor | None, backend: Backend, plan: DispatchPlan
-    ) -> tuple[Tensor, Tensor | None]:
-        nothing = torch.full((), float("nan"), dtype=x.dtype, device=x.device)
-        return tie_to_plan(ctx, backend, plan, nothing.expand(plan.handle.num_rows, x.shape[1]))
+class _Fp8Dispatch(Arrival):
+    """The face of rows; their bytes do not come here."""
 
     @staticmethod
     @once_differentiable("dispatch_fp8")
@@ -106,15 +98,18 @@ def dispatch_fp8(
         if largest_of_all.has_failed:
             raise
         backend.refuse("dispatch", error)
-    plan = backend.plan(replace(request, x=data))
-    received, received_scales = _move(backend, plan.handle, data, scales)
-    joins_backward = plan.handle.x_needs_grad or plan.handle.weights_need_grad
-    anchor = buffer.anchor if joins_backward else None
-    face, row_weights = _Arrival.apply(x, weights, anchor, backend, plan)  # type: ignore[no-untyped-call]
+    is_shared = scales.dim() == 1  # one scale, the same on all ranks: it stays
+    with torch.no_grad():
+        request = replace(request, x=data)
+        plan, received, received_scales = backend.plan_and_dispatch(request, None if is_shared else scales)
+    nothing = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(plan.handle.num_rows, x.shape[1])
+    face, row_weights = tie(_Fp8Dispatch, buffer, x, weights, plan, nothing)
     assert plan.tokens_per_expert is not None
     assert plan.real_tokens_per_expert is not None
     return Fp8DispatchOutput(
-        rows=Fp8Rows(face, received, received_scales, tuple(plan.tokens_per_expert)),
+        rows=Fp8Rows(
+            face, received, scales if received_scales is None else received_scales, tuple(plan.tokens_per_expert)
+        ),
         topk_idx=plan.row_idx,
         topk_weights=row_weights,
         tokens_per_expert=plan.tokens_per_expert,
@@ -123,14 +118,6 @@ def dispatch_fp8(
         expert_offsets=plan.expert_offsets,
         handle=plan.handle,
     )
-
-
-@torch.no_grad()
-def _move(backend: Backend, handle: DispatchHandle, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes and scales to where the handle says; a scale that all ranks share stays."""
-    if scales.dim() == 1:
-        return backend.dispatch(handle, data), scales
-    return backend.dispatch_scaled(handle, data, scales)
 
 
 def _payload(x: Tensor, power_of_two: bool, cast: Cast | None, group_max: GroupMax) -> tuple[Tensor, Tensor]:

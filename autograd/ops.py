@@ -61,8 +61,7 @@ def dispatch_op(
     request = replace(
         request, x_needs_grad=x_needs_grad, weights_need_grad=weights_need_grad, grad_enabled=grad_enabled
     )
-    plan = backend.plan(request)
-    rows = backend.dispatch(plan.handle, request.x)
+    plan, rows, _ = backend.plan_and_dispatch(request, None)
     row_weights = x.new_empty(0) if plan.row_weights is None else plan.row_weights
     return [rows, plan.row_idx, row_weights, plan.expert_counts, plan.expert_offsets, *plan.handle.pack()]
 

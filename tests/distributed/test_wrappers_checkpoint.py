@@ -23,7 +23,7 @@ from tests.distributed.test_layer import all_tokens, layer_config
 from tests.ranks import Pools
 from tests.scale_experts import device_of
 
-EXCHANGES = ("plan", "dispatch", "open_combine", "combine", "dispatch_backward", "combine_backward", "all_reduce")
+EXCHANGES = ("plan_and_dispatch", "open_combine", "combine", "dispatch_backward", "combine_backward", "all_reduce")
 
 
 def _own_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

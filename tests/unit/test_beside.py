@@ -23,9 +23,8 @@ from moe_ep.layers.shared_experts import SharedExperts
 from tests.compare import assert_same_bits
 from tests.distributed.test_layer import HIDDEN, layer_config
 
-EXCHANGES = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
-THERE = ["buffer waits for caller", "begin", "plan on buffer", "caller waits for buffer"]
-THERE += ["dispatch on buffer", "caller waits for buffer"]
+EXCHANGES = ("plan_and_dispatch", "combine", "dispatch_backward", "combine_backward")
+THERE = ["buffer waits for caller", "begin", "plan_and_dispatch on buffer", "caller waits for buffer"]
 HOME = ["buffer waits for caller", "finish", "combine on buffer", "caller waits for buffer"]
 BACK = [
     "buffer waits for caller",
@@ -201,7 +200,7 @@ def test_a_shared_expert_with_hooks_runs_as_a_whole_beside_dispatch(layer: moe_e
     layer.shared_experts.register_forward_hook(lambda module, args, y: seen.append(tuple(y.shape)))
     step(layer)
     assert seen == [(7, HIDDEN)]
-    assert streams.log[:4] == ["buffer waits for caller", "begin", "finish", "plan on buffer"]
+    assert streams.log[:4] == ["buffer waits for caller", "begin", "finish", "plan_and_dispatch on buffer"]
 
 
 def test_a_graph_may_be_used_twice(layer: moe_ep.MoELayer, streams: Streams) -> None:
