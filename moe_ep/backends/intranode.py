@@ -19,7 +19,7 @@ from moe_ep.backends.header import DTYPES, NUM_MATCH_WORDS, OK, OPERATIONS, Head
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import pack
 from moe_ep.backends.node_route import Route, route_of
-from moe_ep.backends.node_rows import aligned, kind_of, native_rows, round_up
+from moe_ep.backends.node_rows import Load, aligned, kind_of, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle
@@ -46,35 +46,39 @@ class IntranodeBackend(NodeCalls):
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
-        tensors, uid = self._lay_out(request)
-        return tensors.plan(tensors.handle(tensors.route(uid), joins=request.grad_enabled), self._exchange)
+        tensors = self._tensors_of(request)
+        route = self._lay_out(request, tensors)
+        return tensors.plan(tensors.handle(route, joins=request.grad_enabled), self._exchange)
 
     def plan_and_dispatch(
         self, request: DispatchRequest, scales: Tensor | None
     ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
-        tensors, uid = self._lay_out(request)
-        route = tensors.route(uid)
-        # The device waits for the rows' kernel by now: what is for the caller alone comes behind it.
-        rows, row_scales, _ = self._move_along(route, "cached dispatch", request.x, scales)
+        # Between the host's wait for the counts and the rows' launch the device idles. So what can be made before that
+        # wait is, and what is for the caller alone comes behind that launch.
+        tensors = self._tensors_of(request)
+        load = self._load(request.x, scales)
+        route = self._lay_out(request, tensors)
+        rows, row_scales, _ = self._move_along(route, "cached dispatch", load)
         return tensors.plan(tensors.handle(route, joins=request.grad_enabled), self._exchange), rows, row_scales
 
-    def _lay_out(self, request: DispatchRequest) -> tuple[PlanTensors, int]:
-        """Starts both kernels of a plan; its tensors, and the uid of the handle, the same on all ranks."""
-        waits = request.max_rows is None
+    def _tensors_of(self, request: DispatchRequest) -> PlanTensors:
         self._check_device("dispatch", request.x)
         self._check_experts(request.placement)
-        if waits:
+        if request.max_rows is None:
             self._must_not_capture("dispatch")
-        tensors = PlanTensors(self._kernels, request, self.ranks, self.rank)
+        return PlanTensors(self._kernels, request, self.ranks, self.rank)
+
+    def _lay_out(self, request: DispatchRequest, tensors: PlanTensors) -> Route:
+        """Starts both kernels of a plan. The uid of its handle is the same on all ranks."""
         header = _plan_header(request, tensors.published_bytes)
-        if waits:
+        if request.max_rows is None:
             self._fill_with_counts(request, tensors, header)
         else:
-            tensors.allocate(request.max_rows or 0, None)
+            tensors.allocate(request.max_rows, None)
             self._num_calls += 1
             self._count(tensors, header, 0)
             self._fill(tensors, header)
-        return tensors, self._memory.fingerprint + self._num_calls
+        return tensors.route(self._memory.fingerprint + self._num_calls)
 
     def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> None:
         """Both kernels of a plan, with the host's wait between them."""
@@ -83,6 +87,7 @@ class IntranodeBackend(NodeCalls):
             self._num_calls += 1
             question = next(self._questions)
             self._count(tensors, header, question)
+            tensors.expect()
             if self._ask("dispatch", question, request) == GO:
                 break
             self._grow()
@@ -116,64 +121,54 @@ class IntranodeBackend(NodeCalls):
         return wanted
 
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
-        return self._move_along(route_of(handle, self._kernels), "cached dispatch", x)[0]
+        return self._move_along(route_of(handle, self._kernels), "cached dispatch", self._load(x))[0]
 
     def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         route = route_of(handle, self._kernels)
-        rows, received_scales, _ = self._move_along(route, "cached dispatch", x, scales)
+        rows, received_scales, _ = self._move_along(route, "cached dispatch", self._load(x, scales))
         assert received_scales is not None
         return rows, received_scales
+
+    def _load(self, x: Tensor, scales: Tensor | None = None) -> Load:
+        kinds = (aligned(x),) if scales is None else (aligned(x), aligned(scales))
+        widths = (x.shape[1],) if scales is None else (x.shape[1], scales.shape[1])
+        return Load(kinds, widths, self._memory.places_of(kinds))
 
     def _move_along(
         self,
         route: Route,
         operation: str,
-        x: Tensor,
-        scales: Tensor | None = None,
+        load: Load,
         made_rows: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rows along a plan, with their scales; or times `weights`, with the weights' gradient for `made_rows`."""
-        given = x.shape[1]
-        x = aligned(x)
-        out = x.new_empty(route.num_rows, x.shape[1])
-        rows = [native_rows(x, out, False)]
-        row_bytes = rows[0][2]
-        kinds: tuple[Tensor, ...] = (x,)
-        out_scales = grad_weights = None
-        if scales is not None:
-            all_scales = aligned(scales)
-            out_scales = all_scales.new_empty(route.num_rows, all_scales.shape[1])
-            rows.append(native_rows(all_scales, out_scales, True))
-            row_bytes += rows[1][2]
-            kinds = (x, all_scales)
+        outs = load.outs(route.num_rows)
+        row_bytes, kind = load.row_bytes, load.kind
         self._make_room(route, row_bytes, route.staging.most * row_bytes)
-        kind = kind_of(x.dtype)
+        grad_weights = None
         if made_rows is not None and weights is not None:
             grad_weights = torch.empty_like(weights)
         self._num_calls += 1
         self._launch(
             operation,
-            (kinds, out, out_scales, made_rows, weights, grad_weights, route),
+            (load, outs, made_rows, weights, grad_weights, route),
             self._exchange.move,
             self.num_sms,
             route.native,
             _NUMBER_OF[operation],
-            given,
+            load.widths[0],
             kind.number,
-            x.shape[0] * row_bytes,
-            () if weights is not None else self._memory.places_of(kinds),
-            rows,
+            load.num_tokens * row_bytes,
+            () if weights is not None else load.places,
+            load.native(outs),
             kind.name,
             address(weights),
             address(made_rows),
             address(grad_weights),
         )
-        if given != out.shape[1]:
-            out = out[:, :given]
-        if scales is not None and out_scales is not None and scales.shape[1] != out_scales.shape[1]:
-            out_scales = out_scales[:, : scales.shape[1]]
-        return out, out_scales, grad_weights
+        rows, row_scales = load.as_given(outs)
+        return rows, row_scales, grad_weights
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
@@ -294,7 +289,7 @@ class IntranodeBackend(NodeCalls):
         rows = None if rows is None else aligned(rows).contiguous()
         factors = _as_factors(weights, grad_y.dtype)
         route = route_of(handle, self._kernels)
-        grad_rows, _, grad_weights = self._move_along(route, "combine backward", grad_y, None, rows, factors)
+        grad_rows, _, grad_weights = self._move_along(route, "combine backward", self._load(grad_y), rows, factors)
         return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
 
     # -- the group --------------------------------------------------------------------------------------------------

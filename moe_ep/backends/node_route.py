@@ -72,13 +72,14 @@ class Route:
         num_topk: int,
         num_local: int,
         num_rows: int,
+        num_compact: int,
         is_compact: bool,
         staging: Staging | None,
     ) -> None:
         recv_token, pair_row, token_row, slot_rank, geometry = tensors
         self.uid, self.tensors = uid, tensors
         self.num_tokens, self.num_topk, self.num_rows = token_row.shape[0], num_topk, num_rows
-        self.num_compact, self.is_compact = recv_token.shape[0], is_compact
+        self.num_compact, self.is_compact = num_compact, is_compact
         self.staging = Staging(self.num_compact, 0, 0) if staging is None else staging
         self.native: NativeRoute = kernels.Route(
             header=header,
@@ -86,7 +87,7 @@ class Route:
             uid=uid,
             num_tokens=self.num_tokens,
             num_rows=num_rows,
-            num_compact_rows=self.num_compact,
+            num_compact_rows=num_compact,
             num_topk=num_topk,
             num_local=num_local,
             expert_major=not is_compact,
@@ -133,6 +134,7 @@ def _made_of(handle: DispatchHandle, kernels: ExchangeKernels) -> Route:
         handle.num_topk,
         num_local,
         handle.num_rows,
+        handle.recv_token.shape[0],
         handle.layout == "compact",
         staging_of(handle.rank_tokens, handle.rank_rows, handle.rank) if handle.is_known else None,
     )

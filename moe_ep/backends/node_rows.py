@@ -66,8 +66,43 @@ def kind_of(dtype: torch.dtype) -> Kind:
     return Kind(dtype_number(dtype), dtype_name(dtype), POISON.get(dtype, _ALL_ONES), _UNIT_PATTERN.get(dtype, 0))
 
 
-def native_rows(rows: Tensor, out: Tensor, is_scales: bool) -> tuple[int, int, int, int, int, int]:
-    """`Rows` of csrc/intranode_move.h: rows [T, n] that are sent, [R, n] that come. Padding is 0, in scales 1."""
-    size, kind = rows.element_size(), kind_of(rows.dtype)
-    padding = kind.unit if is_scales else 0
-    return rows.data_ptr(), rows.stride(0) * size, rows.shape[1] * size, out.data_ptr(), kind.poison, padding
+class Load:
+    """What a dispatch sends, known before it is known where to.
+
+    Args:
+        kinds: rows [T, n], and their scales where they have some, `aligned`.
+        widths: how wide each was given.
+        places: where they lie for peers to read (`NodeMemory.places_of`).
+
+    Attributes:
+        num_tokens: T.
+        row_bytes: of a row with its scales.
+        kind: of the rows.
+    """
+
+    def __init__(self, kinds: tuple[Tensor, ...], widths: tuple[int, ...], places: tuple[int, ...]) -> None:
+        self._kinds, self.widths, self.places = kinds, widths, places
+        self.num_tokens, self.kind = kinds[0].shape[0], kind_of(kinds[0].dtype)
+        self._native, self.row_bytes = [], 0
+        for number, rows in enumerate(kinds):
+            size, kind = rows.element_size(), kind_of(rows.dtype)
+            num_bytes = rows.shape[1] * size
+            self.row_bytes += num_bytes
+            padding = kind.unit if number else 0
+            self._native.append((rows.data_ptr(), rows.stride(0) * size, num_bytes, kind.poison, padding))
+
+    def outs(self, num_rows: int) -> list[Tensor]:
+        """[R, n] of each kind, for what comes."""
+        return [rows.new_empty(num_rows, rows.shape[1]) for rows in self._kinds]
+
+    def native(self, outs: list[Tensor]) -> list[tuple[int, int, int, int, int, int]]:
+        """`Rows` of csrc/intranode_move.h. Padding is 0, in scales 1."""
+        return [
+            (x, stride, num_bytes, out.data_ptr(), poison, padding)
+            for (x, stride, num_bytes, poison, padding), out in zip(self._native, outs, strict=True)
+        ]
+
+    def as_given(self, outs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Rows and scales that came, as wide as they were given."""
+        whole = [out if out.shape[1] == width else out[:, :width] for out, width in zip(outs, self.widths, strict=True)]
+        return whole[0], whole[1] if len(whole) > 1 else None

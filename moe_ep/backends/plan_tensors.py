@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_ep._native_exchange import ExchangeKernels, NativeExchange
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
@@ -24,10 +26,23 @@ class Known(NamedTuple):
     recv_pairs: tuple[int, ...]
 
 
+class RowTensors(NamedTuple):
+    """What the second kernel writes for each row that leaves or arrives; see `DispatchHandle`."""
+
+    send_token: Tensor
+    recv_token: Tensor
+    pair_row: Tensor
+    row_pair: Tensor
+    row_idx: Tensor
+    row_weights: Tensor | None
+
+
 class PlanTensors:
     """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all.
 
-    What no count decides is there from the start: behind the host's wait every allocation keeps the device waiting.
+    Behind the host's wait for the counts every allocation keeps the device waiting. What no count decides is there
+    from the start. Of what they do decide, `expect` makes as much as even routing and a quarter more need, while the
+    device counts; it is cut to size when the rows are on their way. Where more comes, `allocate` has to make it.
     """
 
     def __init__(self, kernels: ExchangeKernels, request: DispatchRequest, ranks: tuple[int, ...], rank: int) -> None:
@@ -45,8 +60,7 @@ class PlanTensors:
         self._expert_offsets = ids.new_empty(self._num_local + 1, dtype=int32)
         self._slot_rank = ids.new_empty(num_tokens, num_topk, dtype=torch.int64)
         self._token_row = ids.new_empty(num_tokens, world, dtype=int32)
-        self._pair_row = ids.new_empty(0, num_topk, dtype=int32)  # both stay so in compact
-        self._row_pair = ids.new_empty(0, dtype=torch.int64)
+        self._room = (0, 0)  # compact rows and rows handed out that `_rows` holds
         self._shared_header = shared_header(
             num_topk, placement.num_experts, request.layout, request.alignment, placement.fingerprint
         )
@@ -82,59 +96,93 @@ class PlanTensors:
         counts = exchange.counts(len(self._ranks))
         return Known(num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
 
+    def expect(self) -> None:
+        """Outputs for as many rows as are likely to come. No memory is no error yet: others wait for this rank."""
+        num_tokens, num_topk = self._request.topk_idx.shape
+        world = len(self._ranks)
+        num_rows = num_compact = int(1.25 * num_tokens * world * (1 - (1 - 1 / world) ** num_topk))
+        if not self._is_compact:
+            num_rows = int(1.25 * num_tokens * num_topk) + self._num_local * (self._request.alignment - 1)
+        with suppress(torch.OutOfMemoryError):
+            # A token goes to each rank once at most.
+            self._rows = self._row_tensors(num_tokens * min(world, num_topk), num_compact, num_rows)
+            self._room = (num_compact, num_rows)
+
+    def _row_tensors(self, num_sent: int, num_compact: int, num_rows: int) -> RowTensors:
+        ids, weights = self._request.topk_idx, self._request.topk_weights
+        num_topk = ids.shape[1]
+        per_row = (num_rows, num_topk) if self._is_compact else (num_rows,)
+        return RowTensors(
+            send_token=ids.new_empty(num_sent, dtype=torch.int64),
+            recv_token=ids.new_empty(num_compact, dtype=torch.int32),
+            pair_row=ids.new_empty(0 if self._is_compact else num_compact, num_topk, dtype=torch.int32),
+            row_pair=ids.new_empty(0 if self._is_compact else num_rows, dtype=torch.int64),
+            row_idx=ids.new_empty(per_row),
+            row_weights=None if weights is None else weights.new_empty(per_row),
+        )
+
     def allocate(self, num_rows: int, known: Known | None) -> None:
         """Outputs for `num_rows` rows; without `known` counts there is room for as many compact rows."""
-        ids, weights, self._known = self._request.topk_idx, self._request.topk_weights, known
-        num_topk = ids.shape[1]
-        num_compact = num_rows if known is None else known.num_compact_rows
-        self._num_rows = num_rows
-        self._recv_token = ids.new_empty(num_compact, dtype=torch.int32)
-        self._send_token = ids.new_empty(0 if known is None else sum(self._sent(known)), dtype=torch.int64)
-        if self._is_compact:
-            self._row_idx = ids.new_empty(num_rows, num_topk)
-            self._row_weights = None if weights is None else weights.new_empty(num_rows, num_topk)
-        else:
-            self._row_idx = ids.new_empty(num_rows)
-            self._row_weights = None if weights is None else weights.new_empty(num_rows)
-            self._pair_row = ids.new_empty(num_compact, num_topk, dtype=torch.int32)
-            self._row_pair = ids.new_empty(num_rows, dtype=torch.int64)
+        self._known, self._num_rows = known, num_rows
+        self._num_compact = num_rows if known is None else known.num_compact_rows
+        if self._num_compact > self._room[0] or num_rows > self._room[1] or self._room == (0, 0):
+            self._rows = self._row_tensors(sum(self._sent), self._num_compact, num_rows)
 
-    def _sent(self, known: Known) -> tuple[int, ...]:
+    def _cut_to_size(self) -> None:
+        """In place, so that the addresses stay and no tensor is a view."""
+        rows = self._rows
+        rows.send_token.resize_(sum(self._sent))
+        rows.recv_token.resize_(self._num_compact)
+        rows.row_idx.resize_(self._num_rows, *rows.row_idx.shape[1:])
+        if rows.row_weights is not None:
+            rows.row_weights.resize_(self._num_rows, *rows.row_weights.shape[1:])
+        if not self._is_compact:
+            rows.pair_row.resize_(self._num_compact, rows.pair_row.shape[1])
+            rows.row_pair.resize_(self._num_rows)
+
+    @property
+    def _sent(self) -> tuple[int, ...]:
+        """Compact rows to each rank, none where counts are unknown."""
+        if self._known is None:
+            return ()
         world = len(self._ranks)
-        return known.rank_rows[self._rank * world : (self._rank + 1) * world]
+        return self._known.rank_rows[self._rank * world : (self._rank + 1) * world]
 
     def fill_arguments(self) -> tuple[int, int, int, int, int, int, int, int, int, int]:
         """The last arguments of plan_fill."""
+        rows = self._rows
         return (
-            self._recv_token.shape[0],
+            self._num_compact,
             self._num_rows,
-            self._row_idx.data_ptr(),
-            0 if self._row_weights is None else self._row_weights.data_ptr(),
-            self._recv_token.data_ptr(),
-            self._pair_row.data_ptr(),
-            self._row_pair.data_ptr(),
+            rows.row_idx.data_ptr(),
+            0 if rows.row_weights is None else rows.row_weights.data_ptr(),
+            rows.recv_token.data_ptr(),
+            rows.pair_row.data_ptr(),
+            rows.row_pair.data_ptr(),
             self._token_row.data_ptr(),
             self._slot_rank.data_ptr(),
-            0 if self._known is None else self._send_token.data_ptr(),
+            0 if self._known is None else rows.send_token.data_ptr(),
         )
 
     def route(self, uid: int) -> Route:
         """All that the rows need to travel."""
-        known = self._known
+        known, rows = self._known, self._rows
         return Route(
             self._kernels,
             self._shared_header,
             uid,
-            RouteTensors(self._recv_token, self._pair_row, self._token_row, self._slot_rank, self._geometry),
+            RouteTensors(rows.recv_token, rows.pair_row, self._token_row, self._slot_rank, self._geometry),
             self._request.topk_idx.shape[1],
             self._num_local,
             self._num_rows,
+            self._num_compact,
             self._is_compact,
             None if known is None else staging_of(known.rank_tokens, known.rank_rows, self._rank),
         )
 
     def handle(self, route: Route, joins: bool) -> DispatchHandle:
         """The routing; `joins`: all ranks join the backward, because nobody knows what the others want."""
+        self._cut_to_size()
         request, known, world = self._request, self._known, len(self._ranks)
         unknown = (-1,) * world
         handle = DispatchHandle(
@@ -153,19 +201,19 @@ class PlanTensors:
             if known is None
             else known.weights_need_grad,
             overflowed=False,
-            send_counts=unknown if known is None else self._sent(known),
+            send_counts=unknown if known is None else self._sent,
             recv_counts=unknown if known is None else known.rank_rows[self._rank :: world],
             recv_pairs=unknown if known is None else known.recv_pairs,
             rank_tokens=unknown if known is None else known.rank_tokens,
             rank_rows=(-1,) * (world * world) if known is None else known.rank_rows,
             num_channels=request.num_channels,
             slot_rank=self._slot_rank,
-            send_token=self._send_token,
-            recv_token=self._recv_token,
-            row_pair=self._row_pair,
+            send_token=self._rows.send_token,
+            recv_token=self._rows.recv_token,
+            row_pair=self._rows.row_pair,
             geometry=self._geometry,
             token_row=self._token_row,
-            pair_row=self._pair_row,
+            pair_row=self._rows.pair_row,
         )
         handle.prepared[NAME] = route
         return handle
@@ -177,8 +225,8 @@ class PlanTensors:
             real, padded = exchange.expert_counts(self._num_local, self._request.alignment)
         return DispatchPlan(
             handle=handle,
-            row_idx=self._row_idx,
-            row_weights=self._row_weights,
+            row_idx=self._rows.row_idx,
+            row_weights=self._rows.row_weights,
             tokens_per_expert=padded,
             real_tokens_per_expert=real,
             expert_counts=self._expert_counts,

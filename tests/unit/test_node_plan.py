@@ -178,6 +178,60 @@ def test_a_plan_with_max_rows_waits_for_nothing_and_knows_no_counts(
     assert handle.x_needs_grad == handle.weights_need_grad == grad_enabled, "nobody knows what the others want"
 
 
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+def test_nothing_is_allocated_between_the_counts_and_the_rows_but_the_rows(
+    node: FakeNode, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless more came than even routing and a quarter more."""
+    backends, made, expected = construct(node), [], PlanTensors._row_tensors
+
+    def noted(self: PlanTensors, num_sent: int, num_compact: int, num_rows: int) -> Any:
+        made.append((self._rank, num_compact, num_rows))
+        return expected(self, num_sent, num_compact, num_rows)
+
+    monkeypatch.setattr(PlanTensors, "_row_tensors", noted)
+    plans = plan_on_both(node, backends, layout)
+    for rank, plan in enumerate(plans):
+        _, fill = fake_of(backends[rank]).launches
+        assert_filled(fill, plan, layout)
+        room, *exact = [sizes for of_rank, *sizes in made if of_rank == rank]
+        handle = plan.handle
+        needed = [sum(handle.recv_counts), handle.num_rows]
+        assert exact == ([] if needed[0] <= room[0] and needed[1] <= room[1] else [needed])
+    assert [of_rank for of_rank, *_ in made].count(0) == 1, "3 tokens and 1 come of 8"
+
+
+def test_more_rows_than_were_expected_have_room_too(node: FakeNode) -> None:
+    backends = construct(node)
+
+    def plan(rank: int) -> None:
+        exchange = fake_of(backends[rank])
+        exchange.plan_rows = (100, 100)
+        exchange.plan_counts = ((90, 10), (90, 90, 10, 10), (90, 10), [50, 50])
+        answered = backends[rank].plan(make_request(4, world=2))
+        assert exchange.launches[1].arguments["capacity"] == 100
+        assert answered.handle.recv_token.shape == (100,)
+        assert exchange.launches[1].arguments["recv_token"] == answered.handle.recv_token.data_ptr()
+
+    node.run(plan)
+
+
+def test_a_rank_without_memory_for_what_may_come_waits_for_what_does(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends, row_tensors = construct(node), PlanTensors._row_tensors
+
+    def unless_expected(self: PlanTensors, num_sent: int, num_compact: int, num_rows: int) -> Any:
+        if not hasattr(self, "_known"):
+            raise torch.OutOfMemoryError("no memory")
+        return row_tensors(self, num_sent, num_compact, num_rows)
+
+    monkeypatch.setattr(PlanTensors, "_row_tensors", unless_expected)
+    for backend, plan in zip(backends, plan_on_both(node, backends, "expert_major"), strict=True):
+        assert names(backend) == ["plan_count", "plan_fill"]
+        assert_filled(fake_of(backend).launches[1], plan, "expert_major")
+
+
 def test_a_rank_without_memory_for_its_rows_tells_the_others_that_it_is_done(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

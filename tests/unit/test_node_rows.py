@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep.backends.node_rows import POISON, aligned, native_rows, round_up
+from moe_ep.backends.node_rows import POISON, Load, aligned, round_up
 from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.kernel_arguments import address, dtype_name
 
@@ -90,7 +90,7 @@ def test_rows_that_are_ready_are_not_copied(dtype: torch.dtype) -> None:
 
 def test_addresses_and_strides_are_those_of_the_rows_in_bytes() -> None:
     rows, out = torch.zeros(8, 64, dtype=torch.bfloat16)[::2, 8:40], torch.empty(3, 32, dtype=torch.bfloat16)
-    assert native_rows(rows, out, False) == (
+    assert Load((rows,), (32,), ()).native([out])[0] == (
         rows.data_ptr(),
         256,
         64,
@@ -117,9 +117,9 @@ def test_rows_that_are_given_up_are_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=dtype_name)
 def test_scales_of_padding_rows_are_one_and_those_of_rows_given_up_are_no_scale(dtype: torch.dtype) -> None:
     scales = torch.ones(2, 4, dtype=dtype)
-    *_, poison, padding = native_rows(scales, scales, True)
+    load = Load((scales, scales), (4, 4), ())
+    (*_, padding_of_rows), (*_, poison, padding) = load.native([scales, scales])
     assert (repeated(padding, dtype) == UNIT_SCALE[dtype]).all()
-    *_, padding_of_rows = native_rows(scales, scales, False)
     assert padding_of_rows == 0
     bad = repeated(poison, dtype)
     assert bad.isnan().all() if dtype.is_floating_point else (bad == -1).all()
@@ -128,9 +128,9 @@ def test_scales_of_padding_rows_are_one_and_those_of_rows_given_up_are_no_scale(
 def test_patterns_fit_the_unsigned_words_of_the_kernels() -> None:
     for dtype in (*POISON, torch.int32, torch.int64):
         rows = torch.zeros(1, 16, dtype=dtype)
-        _, _, _, _, poison, padding = native_rows(rows, rows, dtype == torch.int32)
-        assert 0 <= poison < 2**64
-        assert 0 <= padding < 2**64
+        for *_, poison, padding in Load((rows, rows), (16, 16), ()).native([rows, rows]):
+            assert 0 <= poison < 2**64
+            assert 0 <= padding < 2**64
 
 
 def test_parts_of_a_slot_begin_at_256_bytes() -> None:
