@@ -11,6 +11,7 @@ namespace moe_ep {
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopk = 64;
 constexpr int kMaxBlocks = 8;
+constexpr int kMaxLocalExperts = 2048;  // L; a plan counts them in shared memory
 
 // The tokens of a source are cut into chunks, a chunk into parts; a flag says that a part can be read. A source's T
 // alone decides where the cuts lie, so every rank computes the same ones.
@@ -66,6 +67,12 @@ struct State {
   uint32_t num_published;
   uint32_t num_counted;
   uint64_t bad_slot;  // first slot with an id outside [-1, E), or ~0
+  // What the chunks of a plan add up to. Whoever takes the sums leaves zeros.
+  struct Sums {
+    int32_t experts[kMaxLocalExperts];         // pairs for each local expert
+    int32_t rank_rows[kMaxRanks * kMaxRanks];  // compact rows from rank i to rank j at [i * W + j]
+    int32_t pairs[kMaxRanks];                  // from each rank
+  } sums;
 };
 
 enum Verdict : uint32_t { kGo = 0, kRefuse = 1, kDisagree = 2, kGrow = 3, kFailed = 4 };

@@ -156,21 +156,21 @@ __device__ inline void send_header(const Call& call, const Turn& turn, int64_t s
 __device__ inline uint32_t verdict_of(const Call& call, const Turn& turn) {
   const World& world = call.world;
   const int lane = lane_idx();
-  bool arrived = true, refuses = false, differs = false, grows = false;
-  if (lane < world.size) {
-    const Control::Header& header = world.control[world.rank]->headers[lane][turn.slot];
-    arrived = wait_word(world, turn, lane, kWaitHeader, &header.tag, turn.tag);
-    if (arrived) {
-      const int64_t status = header.words[kStatusWord];
-      grows = status == kDoesNotFit;
-      refuses = status != kFine && !grows;
-      for (int i = 0; i < call.num_match; ++i) {
-        differs |= header.words[i] != call.header[i];
-      }
-    }
-  }
+  const Control& control = *world.control[world.rank];
+  const bool arrived =
+      lane >= world.size || wait_word(world, turn, lane, kWaitHeader, &control.headers[lane][turn.slot].tag, turn.tag);
   if (!__all_sync(kFullWarp, arrived)) {
     return kFailed;
+  }
+  __syncwarp();  // what one lane has seen come, all may read: a word each, of all headers at once
+  static_assert(kHeaderWords == 32, "a word for each lane");
+  bool refuses = false, differs = false, grows = false;
+#pragma unroll 4
+  for (int peer = 0; peer < world.size; ++peer) {
+    const int64_t word = control.headers[peer][turn.slot].words[lane];
+    differs |= lane < call.num_match && word != call.header[lane];
+    grows |= lane == kStatusWord && word == kDoesNotFit;
+    refuses |= lane == kStatusWord && word != kFine && word != kDoesNotFit;
   }
   if (__any_sync(kFullWarp, refuses)) {
     return kRefuse;

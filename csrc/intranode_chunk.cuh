@@ -38,16 +38,29 @@ __device__ inline Chunk chunk_of(const World& world, const PlanInput& in, const 
   return chunk;
 }
 
-__device__ inline int load_tile(const Chunk& chunk, int num_topk, int64_t first, int64_t tokens, int32_t* tile) {
-  const int num_ids = static_cast<int>(tokens * num_topk);
-  const int32_t* ids = chunk.ids + first * num_topk;
-#pragma unroll 8
-  for (int i = lane_idx(); i < num_ids; i += 32) {
-    int32_t id;
-    asm volatile("ld.global.L1::no_allocate.s32 %0, [%1];" : "=r"(id) : "l"(ids + i));
-    tile[i] = id;
+// By a whole warp: `count` words of a source, at most kTile. All are on their way at once, since the way is long.
+__device__ inline void load_words(const int32_t* from, int count, int32_t* tile) {
+  constexpr int kWords = kTile / 32;
+  const int lane = lane_idx();
+  int32_t words[kWords];
+#pragma unroll
+  for (int j = 0; j < kWords; ++j) {
+    if (lane + 32 * j < count) {
+      asm volatile("ld.global.L1::no_allocate.s32 %0, [%1];" : "=r"(words[j]) : "l"(from + lane + 32 * j));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kWords; ++j) {
+    if (lane + 32 * j < count) {
+      tile[lane + 32 * j] = words[j];
+    }
   }
   __syncwarp();
+}
+
+__device__ inline int load_tile(const Chunk& chunk, int num_topk, int64_t first, int64_t tokens, int32_t* tile) {
+  const int num_ids = static_cast<int>(tokens * num_topk);
+  load_words(chunk.ids + first * num_topk, num_ids, tile);
   return num_ids;
 }
 

@@ -23,27 +23,34 @@ __device__ void put_row(const PlanInput& in, const PlanOutput& out, int64_t at, 
   }
 }
 
-__device__ double source_weight(const Chunk& chunk, const PlanInput& in, int64_t num_tokens, int64_t at) {
-  if (in.weight_bytes == 0) {  // not the pointer: it is null too where this rank has no tokens
-    return 0;
+// The weights of a tile's pairs.
+struct TileWeights {
+  int num_bytes;          // of a weight, 0 where there are none
+  const double* doubles;  // at the source
+  const int32_t* floats;  // in shared memory, as bits
+
+  __device__ double at(int pair) const {
+    if (num_bytes == 8) {
+      double weight;
+      asm volatile("ld.global.L1::no_allocate.f64 %0, [%1];" : "=d"(weight) : "l"(doubles + pair));
+      return weight;
+    }
+    return num_bytes == 0 ? 0.0 : __int_as_float(floats[pair]);
   }
+};
+
+// By a whole warp. `tile` is for those of float32: a pair after the other they would be the longest part of a chunk.
+__device__ TileWeights tile_weights(const Chunk& chunk, const PlanInput& in, int64_t num_tokens, int64_t first_pair,
+                                    int num_pairs, int32_t* tile) {
   const char* weights = reinterpret_cast<const char*>(chunk.ids) + weights_offset(num_tokens, in.num_topk);
-  if (in.weight_bytes == 8) {
-    double weight;
-    asm volatile("ld.global.L1::no_allocate.f64 %0, [%1];"
-                 : "=d"(weight)
-                 : "l"(reinterpret_cast<const double*>(weights) + at));
-    return weight;
+  if (in.weight_bytes == 4) {  // not the pointer: it is null too where this rank has no tokens
+    load_words(reinterpret_cast<const int32_t*>(weights) + first_pair, num_pairs, tile);
   }
-  float weight;
-  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];"
-               : "=f"(weight)
-               : "l"(reinterpret_cast<const float*>(weights) + at));
-  return weight;
+  return {in.weight_bytes, reinterpret_cast<const double*>(weights) + first_pair, tile};
 }
 
 __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOutput& out, const Turn& turn, int number,
-                           int32_t* tile, int32_t* rows, int32_t* counters) {
+                           int32_t* tile, int32_t* rows, int32_t* weight_tile, int32_t* counters) {
   const Chunk chunk = chunk_of(world, in, turn, number);
   const int size = world.size, columns = in.num_local + size, lane = lane_idx(), num_topk = in.num_topk;
   const int32_t* geometry = in.geometry;
@@ -68,6 +75,7 @@ __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOu
   for (int64_t first = chunk.first; first < chunk.end; first += tile_tokens) {
     const int num_tokens = static_cast<int>(min64(tile_tokens, chunk.end - first));
     const int num_ids = load_tile(chunk, num_topk, first, num_tokens, tile);
+    const TileWeights weights = tile_weights(chunk, in, source_tokens, first * num_topk, num_ids, weight_tile);
     for (int base = 0; base < num_tokens; base += 32) {
       const int token = base + lane;
       const uint32_t ranks = ranks_of_token(in, tile, token, num_tokens);
@@ -125,7 +133,7 @@ __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOu
       // Of an overflow some tokens have no compact row, but their rows among those of the experts are to be described.
       const bool fits = compact < out.capacity;
       const int64_t pair = compact * num_topk + i % num_topk;
-      const double weight = local >= 0 ? source_weight(chunk, in, source_tokens, first * num_topk + i) : 0.0;
+      const double weight = local >= 0 ? weights.at(i) : 0.0;
       if (in.expert_major) {
         if (fits) {
           out.pair_row[pair] = row < out.num_rows ? row : -1;
@@ -163,16 +171,17 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   State* state = world.state;
   const Turn turn = turn_of(world);
   const int columns = in.num_local + world.size;
-  int32_t* tile = shared + warp_idx() * (2 * kTile + columns);
+  int32_t* tile = shared + warp_idx() * (3 * kTile + columns);
   int32_t* rows = tile + kTile;
-  int32_t* counters = rows + kTile;
+  int32_t* weight_tile = rows + kTile;
+  int32_t* counters = weight_tile + kTile;
   const uint32_t verdict = state->verdict;
   const int32_t* geometry = in.geometry;
   const uint32_t num_chunks_all = world.size * kMaxChunks;
   while (verdict == kGo) {
     const uint32_t ticket = warp_ticket(state);
     if (ticket < num_chunks_all) {
-      fill_chunk(world, in, out, turn, ticket, tile, rows, counters);
+      fill_chunk(world, in, out, turn, ticket, tile, rows, weight_tile, counters);
       continue;
     }
     const int64_t item = ticket - num_chunks_all;
@@ -211,7 +220,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 void launch_plan_fill(const Call& call, const PlanInput& input, const PlanOutput& output, int num_sms,
                       cudaStream_t stream) {
-  const int num_bytes = plan_shared_bytes(call, input, 2);
+  const int num_bytes = plan_shared_bytes(call, input, 3);
   allow_shared_memory<moe_ep_plan_fill>(num_bytes, "plan_fill: the shared memory for the counters");
   moe_ep_plan_fill<<<num_sms, kPlanThreads, num_bytes, stream>>>(call, input, output);
   check_cuda(cudaGetLastError(), "plan_fill: the launch");

@@ -1,44 +1,78 @@
 #include "intranode_chunk.cuh"
+#include "intranode_sums.cuh"
 
 namespace moe_ep {
 namespace {
 
-constexpr int kPublishTickets = 64;
+constexpr int kTogether = 4;  // loads of a thread on their way at once
 
 __device__ int64_t read_id(const PlanInput& in, int64_t token, int slot) {
   const int64_t at = token * in.id_stride_token + slot * in.id_stride_slot;
   return in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[at] : static_cast<const int32_t*>(in.ids)[at];
 }
 
-// This rank's ids, as int32 with the bad ones turned to -1, and its weights: where its peers read them.
-__device__ void publish(const Call& call, const PlanInput& in, const Turn& turn, int part) {
-  char* slot = slot_of(call.world, call.world.rank, turn);
-  const int64_t num_ids = in.num_tokens * in.num_topk;
-  const int64_t first = num_ids * part / kPublishTickets, end = num_ids * (part + 1) / kPublishTickets;
-  for (int64_t i = first + threadIdx.x; i < end; i += kPlanThreads) {
-    const int64_t token = i / in.num_topk;
-    const int k = static_cast<int>(i % in.num_topk);
-    int64_t id = read_id(in, token, k);
-    if (id < -1 || id >= in.num_experts) {
-      atomicMin(reinterpret_cast<unsigned long long*>(&call.world.state->bad_slot), static_cast<unsigned long long>(i));
-      id = -1;
+template <typename Number>
+__device__ void publish_weights(const PlanInput& in, Number* out, int64_t first, int64_t end) {
+  const Number* const weights = static_cast<const Number*>(in.weights);
+  for (int64_t base = first + threadIdx.x; base < end; base += kTogether * kPlanThreads) {
+    Number values[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int64_t i = base + j * kPlanThreads;
+      if (i < end) {
+        values[j] = weights[i / in.num_topk * in.weight_stride_token + i % in.num_topk * in.weight_stride_slot];
+      }
     }
-    reinterpret_cast<int32_t*>(slot)[i] = static_cast<int32_t>(id);
-    if (in.weights != nullptr) {
-      const int64_t at = token * in.weight_stride_token + k * in.weight_stride_slot;
-      char* weights = slot + weights_offset(in.num_tokens, in.num_topk);
-      if (in.weight_bytes == 8) {
-        reinterpret_cast<double*>(weights)[i] = static_cast<const double*>(in.weights)[at];
-      } else {
-        reinterpret_cast<float*>(weights)[i] = static_cast<const float*>(in.weights)[at];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int64_t i = base + j * kPlanThreads;
+      if (i < end) {
+        out[i] = values[j];
       }
     }
   }
-  __threadfence();
+}
+
+// By a whole block: part `part` of this rank's ids, as int32 with the bad ones turned to -1, and of its weights, to
+// where its peers read them. There is a part a block.
+__device__ void publish(const Call& call, const PlanInput& in, const Turn& turn, int64_t part) {
+  char* slot = slot_of(call.world, call.world.rank, turn);
+  const int64_t num_ids = in.num_tokens * in.num_topk;
+  const int64_t first = num_ids * part / gridDim.x, end = num_ids * (part + 1) / gridDim.x;
+  for (int64_t base = first + threadIdx.x; base < end; base += kTogether * kPlanThreads) {
+    int64_t ids[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int64_t i = base + j * kPlanThreads;
+      ids[j] = i < end ? read_id(in, i / in.num_topk, static_cast<int>(i % in.num_topk)) : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int64_t i = base + j * kPlanThreads;
+      if (ids[j] < -1 || ids[j] >= in.num_experts) {
+        atomicMin(reinterpret_cast<unsigned long long*>(&call.world.state->bad_slot),
+                  static_cast<unsigned long long>(i));
+        ids[j] = -1;
+      }
+      if (i < end) {
+        reinterpret_cast<int32_t*>(slot)[i] = static_cast<int32_t>(ids[j]);
+      }
+    }
+  }
+  char* const weights = slot + weights_offset(in.num_tokens, in.num_topk);
+  if (in.weights != nullptr && in.weight_bytes == 8) {
+    publish_weights(in, reinterpret_cast<double*>(weights), first, end);
+  } else if (in.weights != nullptr) {
+    publish_weights(in, reinterpret_cast<float*>(weights), first, end);
+  }
+}
+
+// By a whole block: one more of what `counter` counts. Who sees it there sees what the block wrote before.
+__device__ void count_up(uint32_t* counter) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence_system();
-    atomicAdd(&call.world.state->num_published, 1u);
+    __threadfence();
+    atomicAdd(counter, 1u);
   }
 }
 
@@ -63,183 +97,41 @@ __device__ void count_chunk(const World& world, const PlanInput& in, const Turn&
         }
       }
     }
-    for (int i = lane; i < num_ids; i += 32) {
-      const int local = local_expert(world, in, tile[i]);
-      if (local >= 0) {
-        atomicAdd(&counters[local], 1);  // integers: the order cannot show
+    for (int base = lane; base < num_ids; base += kTogether * 32) {
+      int local[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        local[j] = base + 32 * j < num_ids ? local_expert(world, in, tile[base + 32 * j]) : -1;
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (local[j] >= 0) {
+          atomicAdd(&counters[local[j]], 1);  // integers: the order cannot show
+        }
       }
     }
     __syncwarp();
   }
   int32_t* out = in.chunk_counts + static_cast<int64_t>(number) * columns;
+  State::Sums& sums = world.state->sums;
+  int pairs = 0;
   for (int i = lane; i < columns; i += 32) {
-    out[i] = counters[i];
-  }
-  __syncwarp();
-}
-
-__device__ int exclusive_scan(int value, int* total) {
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(kFullWarp, sum, step);
-    sum += lane_idx() >= step ? before : 0;
-  }
-  *total = __shfl_sync(kFullWarp, sum, 31);
-  return sum - value;
-}
-
-// By a whole warp: turns one column of chunk counts into exclusive sums, over all chunks (`carries`) or within each
-// source, and gives the total of each source to lane `source`.
-__device__ int scan_column(const World& world, int32_t* column, int stride, bool carries) {
-  const int lane = lane_idx();
-  int values[kMaxRanks][2];
-#pragma unroll
-  for (int source = 0; source < kMaxRanks; ++source) {
-    if (source < world.size) {
-      values[source][0] = column[(source * kMaxChunks + 2 * lane) * static_cast<int64_t>(stride)];
-      values[source][1] = column[(source * kMaxChunks + 2 * lane + 1) * static_cast<int64_t>(stride)];
+    const int count = counters[i];
+    out[i] = count;
+    if (count == 0) {
+      continue;
+    }
+    if (i < in.num_local) {
+      pairs += count;
+      atomicAdd(&sums.experts[i], count);
+    } else {
+      atomicAdd(&sums.rank_rows[chunk.source * world.size + i - in.num_local], count);
     }
   }
-  int carry = 0, mine = 0;
-#pragma unroll
-  for (int source = 0; source < kMaxRanks; ++source) {
-    if (source < world.size) {
-      int total;
-      const int before = exclusive_scan(values[source][0] + values[source][1], &total) + (carries ? carry : 0);
-      column[(source * kMaxChunks + 2 * lane) * static_cast<int64_t>(stride)] = before;
-      column[(source * kMaxChunks + 2 * lane + 1) * static_cast<int64_t>(stride)] = before + values[source][0];
-      carry += total;
-      mine = lane == source ? total : mine;
-    }
+  pairs = __reduce_add_sync(kFullWarp, pairs);
+  if (lane == 0 && pairs > 0) {
+    atomicAdd(&sums.pairs[chunk.source], pairs);
   }
-  return mine;
-}
-
-struct Totals {
-  int rank_rows[kMaxRanks][kMaxRanks];
-  int recv_pairs[kMaxRanks];
-  int num_rows;
-  int num_compact_rows;
-};
-
-// The caller's rows end at max_rows, also where more came: no GEMM may be sent behind them.
-__device__ int32_t offset_for_caller(const PlanInput& in, int64_t offset) {
-  const bool is_cut = in.expert_major && in.max_rows >= 0 && offset > in.max_rows;
-  return static_cast<int32_t>(is_cut ? in.max_rows : offset);
-}
-
-// By the last working block: sums over chunks, the geometry, and what the host waits for.
-__device__ void sum_up(const Call& call, const PlanInput& in, const Turn& turn, int32_t* expert_counts) {
-  __shared__ Totals totals;
-  const World& world = call.world;
-  const int size = world.size, columns = in.num_local + size, lane = lane_idx();
-  if (threadIdx.x < kMaxRanks) {
-    totals.recv_pairs[threadIdx.x] = 0;
-  }
-  __syncthreads();
-  for (int i = warp_idx(); i < columns; i += kPlanWarps) {
-    const bool is_expert = i < in.num_local;
-    const int total = scan_column(world, in.chunk_counts + i, columns, is_expert);
-    if (is_expert) {
-      if (lane < size) {
-        atomicAdd(&totals.recv_pairs[lane], total);
-      }
-      const int sum = __reduce_add_sync(kFullWarp, lane < size ? total : 0);
-      if (lane == 0) {
-        expert_counts[i] = sum;
-      }
-    } else if (lane < size) {
-      totals.rank_rows[lane][i - in.num_local] = total;
-    }
-  }
-  __syncthreads();
-  int32_t* geometry = in.geometry;
-  if (warp_idx() == 0) {
-    int32_t* offsets = geometry + Geometry::expert_offsets(size);
-    int32_t* counts = geometry + Geometry::expert_counts(size, in.num_local);
-    int64_t carry = 0;
-    for (int first = 0; first < in.num_local; first += 32) {
-      const int expert = first + lane;
-      const int count = expert < in.num_local ? expert_counts[expert] : 0;
-      int total;
-      const int padded = static_cast<int>((count + in.alignment - 1) / in.alignment * in.alignment);
-      const int before = exclusive_scan(padded, &total);
-      if (expert < in.num_local) {
-        offsets[expert] = static_cast<int32_t>(carry + before);
-        in.expert_offsets[expert] = offset_for_caller(in, carry + before);
-        counts[expert] = in.expert_counts[expert] = count;
-      }
-      carry += total;
-    }
-    if (lane == 0) {
-      offsets[in.num_local] = static_cast<int32_t>(carry);
-      in.expert_offsets[in.num_local] = offset_for_caller(in, carry);
-      int compact = 0;
-      for (int source = 0; source < size; ++source) {
-        compact += totals.rank_rows[source][world.rank];
-      }
-      totals.num_compact_rows = compact;
-      totals.num_rows = in.expert_major ? static_cast<int>(carry) : compact;
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < size * size; i += kPlanThreads) {
-    geometry[Geometry::rank_rows(size) + i] = totals.rank_rows[i / size][i % size];
-  }
-  for (int i = threadIdx.x; i < size * (kMaxChunks + 1); i += kPlanThreads) {
-    const int source = i / (kMaxChunks + 1), chunk = i % (kMaxChunks + 1);
-    int row = 0;
-    for (int before = 0; before < source; ++before) {
-      row += totals.rank_rows[before][world.rank];
-    }
-    row += chunk == kMaxChunks ? totals.rank_rows[source][world.rank]
-                               : in.chunk_counts[(source * kMaxChunks + chunk) * static_cast<int64_t>(columns) +
-                                                 in.num_local + world.rank];
-    geometry[Geometry::chunk_rows(size) + i] = row;
-  }
-  const Control* control = world.control[world.rank];
-  if (threadIdx.x < size) {
-    geometry[Geometry::kTokens + threadIdx.x] =
-        static_cast<int32_t>(control->headers[threadIdx.x][turn.slot].words[kTokensWord]);
-  }
-  if (threadIdx.x == 0) {
-    const bool overflows = in.max_rows >= 0 && totals.num_rows > in.max_rows;
-    geometry[Geometry::kCompactRows] = totals.num_compact_rows;
-    geometry[Geometry::kRows] = totals.num_rows;
-    geometry[Geometry::kOverflowed] = overflows;
-    geometry[Geometry::kNoPlan] = 0;
-    if (overflows && load_acquire(&world.record->overflow.valid) == 0) {
-      world.record->overflow.values[0] = totals.num_rows;
-      world.record->overflow.values[1] = in.max_rows;
-      store_release(&world.record->overflow.valid, 1);
-    }
-  }
-  if (call.question == 0) {
-    return;
-  }
-  HostRecord* record = world.record;
-  for (int i = threadIdx.x; i < in.num_local; i += kPlanThreads) {
-    record->expert_counts[i] = expert_counts[i];
-  }
-  for (int i = threadIdx.x; i < size * size; i += kPlanThreads) {
-    record->rank_rows[i / size][i % size] = totals.rank_rows[i / size][i % size];
-  }
-  if (threadIdx.x < size) {
-    record->rank_tokens[threadIdx.x] = control->headers[threadIdx.x][turn.slot].words[kTokensWord];
-    record->recv_pairs[threadIdx.x] = totals.recv_pairs[threadIdx.x];
-  }
-  if (threadIdx.x == 0) {
-    record->num_compact_rows = totals.num_compact_rows;
-    record->num_rows = totals.num_rows;
-    int64_t x_needs_grad = 0, weights_need_grad = 0;
-    for (int rank = 0; rank < size; ++rank) {
-      x_needs_grad |= control->headers[rank][turn.slot].words[kXNeedsGradWord];
-      weights_need_grad |= control->headers[rank][turn.slot].words[kWeightsNeedGradWord];
-    }
-    record->x_needs_grad = x_needs_grad;
-    record->weights_need_grad = weights_need_grad;
-  }
-  __threadfence_system();
 }
 
 // The status that this rank sends: that of the call, or ValueError where an id is bad and the host waits.
@@ -276,7 +168,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   int32_t* tile = shared + warp_idx() * (kTile + columns);
   int32_t* counters = tile + kTile;
   constexpr uint32_t kUnknown = ~0u;
-  const uint32_t num_chunk_tickets = (world.size * kMaxChunks + kPlanWarps - 1) / kPlanWarps;
+  // Chunks for every block, if there are enough.
+  const int num_chunks_all = world.size * kMaxChunks, blocks = gridDim.x;
+  const int at_a_time = min(kPlanWarps, (num_chunks_all + blocks - 1) / blocks);
+  const uint32_t num_publish_tickets = gridDim.x, num_chunk_tickets = (num_chunks_all + at_a_time - 1) / at_a_time;
 
   if (threadIdx.x < 32) {
     const bool ready = state->failed == 0 && slots_are_free(world, turn);
@@ -287,22 +182,21 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   __syncthreads();
   while (verdict == kUnknown || verdict == kGo) {
     const uint32_t ticket = block_ticket(state);
-    if (ticket < kPublishTickets) {
+    if (ticket < num_publish_tickets) {
       if (call.header[kStatusWord] == kFine) {
         publish(call, in, turn, ticket);
-      } else if (threadIdx.x == 0) {
-        atomicAdd(&state->num_published, 1u);
       }
+      count_up(&state->num_published);
       continue;
     }
-    if (ticket > kPublishTickets + num_chunk_tickets + 1) {
+    if (ticket > num_publish_tickets + num_chunk_tickets + 1) {
       break;
     }
-    if (ticket == kPublishTickets) {
+    if (ticket == num_publish_tickets) {
       if (threadIdx.x < 32) {
         bool ready = true;
         if (threadIdx.x == 0) {
-          ready = wait_counter(world, turn, &state->num_published, kPublishTickets);
+          ready = wait_counter(world, turn, &state->num_published, num_publish_tickets);
           __threadfence_system();
         }
         if (__shfl_sync(kFullWarp, ready, 0)) {
@@ -324,16 +218,12 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
         break;
       }
     }
-    if (ticket <= kPublishTickets + num_chunk_tickets) {
-      const int number = (ticket - kPublishTickets - 1) * kPlanWarps + warp_idx();
-      if (number < world.size * kMaxChunks) {
+    if (ticket <= num_publish_tickets + num_chunk_tickets) {
+      const int number = (ticket - num_publish_tickets - 1) * at_a_time + warp_idx();
+      if (warp_idx() < at_a_time && number < num_chunks_all) {
         count_chunk(world, in, turn, number, tile, counters);
       }
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        atomicAdd(&state->num_counted, 1u);
-      }
+      count_up(&state->num_counted);
       continue;
     }
     __shared__ bool counted;
@@ -368,12 +258,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (outcome == kGo) {
     if (threadIdx.x == 0) {
       rewind_tickets(state);
-      if (call.question != 0) {
-        world.record->verdict = kGo;
-        world.record->epoch = turn.epoch;
-        __threadfence_system();
-        store_release(&world.record->answered, call.question);
-      }
     }
     return;
   }

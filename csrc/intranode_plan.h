@@ -49,7 +49,4 @@ void launch_plan_count(const Call& call, const PlanInput& input, int num_sms, cu
 void launch_plan_fill(const Call& call, const PlanInput& input, const PlanOutput& output, int num_sms,
                       cudaStream_t stream);
 
-// Largest L that the kernels count in shared memory.
-constexpr int kMaxLocalExperts = 2048;
-
 }  // namespace moe_ep
