@@ -117,11 +117,12 @@ bool plan_count(const Exchange& exchange, uintptr_t caller, bool joins, int num_
 }
 
 bool plan_fill(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, const PlanInput& input,
-               const std::string& header, int num_match, int64_t capacity, int64_t num_rows, uintptr_t row_idx,
-               uintptr_t row_weights, uintptr_t recv_token, uintptr_t pair_row, uintptr_t row_pair, uintptr_t token_row,
-               uintptr_t slot_rank, uintptr_t send_token) {
+               const std::string& header, int num_match, bool only_if_enough, int64_t capacity, int64_t num_rows,
+               uintptr_t row_idx, uintptr_t row_weights, uintptr_t recv_token, uintptr_t pair_row, uintptr_t row_pair,
+               uintptr_t token_row, uintptr_t slot_rank, uintptr_t send_token) {
   const Call call = call_of(exchange, header, num_match, 0);
-  const PlanOutput output = {capacity,
+  const PlanOutput output = {only_if_enough,
+                             capacity,
                              num_rows,
                              pointer_from<void>(row_idx),
                              pointer_from<void>(row_weights),

@@ -178,7 +178,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const uint32_t verdict = state->verdict;
   const int32_t* geometry = in.geometry;
   const uint32_t num_chunks_all = world.size * kMaxChunks;
-  while (verdict == kGo) {
+  const bool is_enough = !out.only_if_enough || (verdict == kGo && geometry[Geometry::kCompactRows] <= out.capacity &&
+                                                 geometry[Geometry::kRows] <= out.num_rows);
+  while (verdict == kGo && is_enough) {
     const uint32_t ticket = warp_ticket(state);
     if (ticket < num_chunks_all) {
       fill_chunk(world, in, out, turn, ticket, tile, rows, weight_tile, counters);
@@ -191,13 +193,19 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       fill_padding(in, out, offsets[item] + counts[item], offsets[item + 1]);
     } else if (item >= in.num_local && item < in.num_local + kTailTickets) {
       const int64_t part = item - in.num_local, begin = geometry[Geometry::kRows];
-      const int64_t length = out.num_rows > begin ? out.num_rows - begin : 0;
+      const int64_t length = out.num_rows > begin && !out.only_if_enough ? out.num_rows - begin : 0;
       fill_padding(in, out, begin + length * part / kTailTickets, begin + length * (part + 1) / kTailTickets);
     } else if (item >= in.num_local + kTailTickets) {
       break;
     }
   }
   if (!is_last_block(state)) {
+    return;
+  }
+  if (!is_enough && verdict != kFailed) {
+    if (threadIdx.x == 0) {
+      rewind_tickets(state);
+    }
     return;
   }
   const int64_t width = in.expert_major ? 1 : in.num_topk;

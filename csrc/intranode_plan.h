@@ -29,8 +29,9 @@ struct PlanInput {
 };
 
 struct PlanOutput {
+  bool only_if_enough;  // laid out before the counts were known: where it does not hold all, the plan is left as it is
   int64_t capacity;     // compact rows that recv_token and pair_row hold
-  int64_t num_rows;     // R
+  int64_t num_rows;     // R, or with only_if_enough as many as there is room for
   void* row_idx;        // [S, K] or [R], dtype of the ids
   void* row_weights;    // beside them, or null
   int32_t* recv_token;  // [S]
@@ -45,7 +46,8 @@ struct PlanOutput {
 // question, the host's record; the call goes on with plan_fill, unless the verdict ends it (host waits) here.
 void launch_plan_count(const Call& call, const PlanInput& input, int num_sms, cudaStream_t stream);
 
-// Second kernel: lays out the rows and ends the call.
+// Second kernel: lays out the rows and ends the call. With only_if_enough it does nothing where the verdict has ended
+// the call, or where there is not enough room; another launch has to follow then.
 void launch_plan_fill(const Call& call, const PlanInput& input, const PlanOutput& output, int num_sms,
                       cudaStream_t stream);
 

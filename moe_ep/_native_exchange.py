@@ -56,6 +56,7 @@ class NativeExchange(Protocol):
         plan: object,
         header: bytes,
         num_match: int,
+        only_if_enough: bool,
         capacity: int,
         num_rows: int,
         row_idx: int,

@@ -1,7 +1,7 @@
 """The backend inside a node: kernels that publish rows in memory which the other ranks read over NVLink.
 
 csrc/intranode_*.cu do the work, docs/protocol.md has the rules. Every call is one kernel on the buffer's own stream;
-only a plan is two, with the host's wait for the row counts between them. Calls without a host wait cannot raise at
+only a plan is two, and the host waits for the row counts of the first. Calls without a host wait cannot raise at
 once: they fill their outputs with NaN, and `take_faults` says why.
 """
 
@@ -74,26 +74,32 @@ class IntranodeBackend(NodeCalls):
         if request.max_rows is None:
             self._fill_with_counts(request, tensors, header)
         else:
-            tensors.allocate(request.max_rows, None)
+            tensors.allocate()
             self._num_calls += 1
             self._count(tensors, header, 0)
             self._fill(tensors, header)
         return tensors.route(self._memory.fingerprint + self._num_calls)
 
     def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> None:
-        """Both kernels of a plan, with the host's wait between them."""
+        """Both kernels of a plan, and the host's wait for the first.
+
+        The second is started before that wait, with as much room as is likely to be enough, and again where it was not.
+        """
         self._settle()
         while True:
             self._num_calls += 1
             question = next(self._questions)
             self._count(tensors, header, question)
-            tensors.expect()
+            has_begun = tensors.expect()
+            if has_begun:
+                self._fill(tensors, header)
             if self._ask("dispatch", question, request) == GO:
                 break
             self._grow()
-        known = tensors.read(self._exchange)
+        if tensors.settle(tensors.read(self._exchange)) and has_begun:
+            return
         try:
-            tensors.allocate(known.num_rows, known)
+            tensors.allocate()
             self._fill(tensors, header)
         except Exception:  # the peers wait for the end of a call that they hold for made
             self._launch("dispatch", (), self._exchange.done_only, header)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ class PlanTensors:
         self._expert_offsets = ids.new_empty(self._num_local + 1, dtype=int32)
         self._slot_rank = ids.new_empty(num_tokens, num_topk, dtype=torch.int64)
         self._token_row = ids.new_empty(num_tokens, world, dtype=int32)
-        self._room = (0, 0)  # compact rows and rows handed out that `_rows` holds
+        self._known: Known | None = None
         self._shared_header = shared_header(
             num_topk, placement.num_experts, request.layout, request.alignment, placement.fingerprint
         )
@@ -96,17 +95,28 @@ class PlanTensors:
         counts = exchange.counts(len(self._ranks))
         return Known(num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
 
-    def expect(self) -> None:
-        """Outputs for as many rows as are likely to come. No memory is no error yet: others wait for this rank."""
+    def expect(self) -> bool:
+        """Outputs for as many rows as are likely to come; whether there is memory for them.
+
+        That there is none is no error yet: fewer may come, and the others wait for this rank.
+        """
         num_tokens, num_topk = self._request.topk_idx.shape
         world = len(self._ranks)
         num_rows = num_compact = int(1.25 * num_tokens * world * (1 - (1 - 1 / world) ** num_topk))
         if not self._is_compact:
             num_rows = int(1.25 * num_tokens * num_topk) + self._num_local * (self._request.alignment - 1)
-        with suppress(torch.OutOfMemoryError):
-            # A token goes to each rank once at most.
+        self._num_compact, self._num_rows = num_compact, num_rows
+        try:  # a token goes to each rank once at most
             self._rows = self._row_tensors(num_tokens * min(world, num_topk), num_compact, num_rows)
-            self._room = (num_compact, num_rows)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def settle(self, known: Known) -> bool:
+        """Takes the counts; whether what `expect` made holds that many rows."""
+        is_enough = known.num_compact_rows <= self._num_compact and known.num_rows <= self._num_rows
+        self._known, self._num_compact, self._num_rows = known, known.num_compact_rows, known.num_rows
+        return is_enough
 
     def _row_tensors(self, num_sent: int, num_compact: int, num_rows: int) -> RowTensors:
         ids, weights = self._request.topk_idx, self._request.topk_weights
@@ -121,12 +131,11 @@ class PlanTensors:
             row_weights=None if weights is None else weights.new_empty(per_row),
         )
 
-    def allocate(self, num_rows: int, known: Known | None) -> None:
-        """Outputs for `num_rows` rows; without `known` counts there is room for as many compact rows."""
-        self._known, self._num_rows = known, num_rows
-        self._num_compact = num_rows if known is None else known.num_compact_rows
-        if self._num_compact > self._room[0] or num_rows > self._room[1] or self._room == (0, 0):
-            self._rows = self._row_tensors(sum(self._sent), self._num_compact, num_rows)
+    def allocate(self) -> None:
+        """Outputs as the counts say; without them for `max_rows` rows, handed out and compact."""
+        if self._known is None:
+            self._num_compact = self._num_rows = self._request.max_rows or 0
+        self._rows = self._row_tensors(sum(self._sent), self._num_compact, self._num_rows)
 
     def _cut_to_size(self) -> None:
         """In place, so that the addresses stay and no tensor is a view."""
@@ -148,10 +157,11 @@ class PlanTensors:
         world = len(self._ranks)
         return self._known.rank_rows[self._rank * world : (self._rank + 1) * world]
 
-    def fill_arguments(self) -> tuple[int, int, int, int, int, int, int, int, int, int]:
+    def fill_arguments(self) -> tuple[bool, int, int, int, int, int, int, int, int, int, int]:
         """The last arguments of plan_fill."""
-        rows = self._rows
+        rows, waits = self._rows, self._request.max_rows is None
         return (
+            waits and self._known is None,
             self._num_compact,
             self._num_rows,
             rows.row_idx.data_ptr(),
@@ -161,7 +171,7 @@ class PlanTensors:
             rows.row_pair.data_ptr(),
             self._token_row.data_ptr(),
             self._slot_rank.data_ptr(),
-            0 if self._known is None else rows.send_token.data_ptr(),
+            rows.send_token.data_ptr() if waits else 0,
         )
 
     def route(self, uid: int) -> Route:

@@ -32,14 +32,14 @@ def goes_on(backend: IntranodeBackend, **changes: Any) -> None:
 
 def waits(backend: IntranodeBackend, **changes: Any) -> None:
     exchange = fake_of(backend)
-    exchange.plan_rows, exchange.plan_counts = (8, 8), ((4, 4), (4,) * 4, (8, 8), [8, 8])
+    exchange.plan_rows, exchange.plan_counts = (6, 6), ((4, 4), (3,) * 4, (6, 6), [6, 6])
     backend.plan_and_dispatch(make_request(4, world=2, **changes), None)
 
 
 def uids(node: FakeNode, backends: list[IntranodeBackend], max_rows: int | None) -> list[int]:
     def uid(rank: int) -> int:
         exchange = fake_of(backends[rank])
-        exchange.plan_rows, exchange.plan_counts = (8, 8), ((4, 4), (4,) * 4, (8, 8), [8, 8])
+        exchange.plan_rows, exchange.plan_counts = (6, 6), ((4, 4), (3,) * 4, (6, 6), [6, 6])
         return backends[rank].plan(make_request(4, world=2, max_rows=max_rows)).handle.uid
 
     return node.run(uid)
@@ -97,7 +97,7 @@ def test_ranks_that_disagree_raise_and_leave_nobody_waiting(node: FakeNode) -> N
     quiet, (_, text) = node.run(call)
     assert quiet == (None, "")
     assert "disagree on the hidden size H: rank 0 has 8, rank 1 has 16" in text
-    assert names(backends[1]) == ["plan_count", "header_only"]
+    assert names(backends[1]) == ["plan_count", "plan_fill", "header_only"]
 
 
 def test_no_rank_grows_where_another_has_gone_on(node: FakeNode) -> None:
@@ -117,7 +117,7 @@ def test_no_rank_grows_where_another_has_gone_on(node: FakeNode) -> None:
     assert quiet == (None, "")
     assert kind is RuntimeError
     assert text.startswith("dispatch needs more memory than the buffer's")
-    assert names(backends[1]) == ["plan_count", "header_only"]
+    assert names(backends[1]) == ["plan_count", "plan_fill", "header_only"]
     assert backends[1]._memory.generation == 1
 
 
@@ -130,7 +130,7 @@ def test_where_both_wait_the_payload_of_a_refused_dispatch_is_nobodys_call(node:
         return caught(lambda: backends[1].refuse("dispatch", TypeError("x is a list.")))
 
     assert node.run(call) == [(TypeError, "EP rank 1 refused dispatch: x is a list.")] * 2
-    assert (names(backends[0]), names(backends[1])) == (["plan_count"], ["header_only"])
+    assert (names(backends[0]), names(backends[1])) == (["plan_count", "plan_fill"], ["header_only"])
 
 
 def test_the_rows_of_a_first_dispatch_start_right_behind_its_plan(node: FakeNode) -> None:
@@ -141,4 +141,5 @@ def test_the_rows_of_a_first_dispatch_start_right_behind_its_plan(node: FakeNode
         _, fill, move = fake_of(backend).launches
         assert move.arguments["recv_token"] == fill.arguments["recv_token"]
         assert move.arguments["token_row"] == fill.arguments["token_row"]
-        assert move.arguments["num_rows"] == fill.arguments["num_rows"] == 8
+        assert move.arguments["num_rows"] == 6
+        assert (fill.arguments["only_if_enough"], fill.arguments["num_rows"]) == (True, 7), "made before the counts"

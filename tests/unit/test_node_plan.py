@@ -94,7 +94,8 @@ def assert_filled(fill: Launch, plan: DispatchPlan, layout: Layout) -> None:
     handle, arguments = plan.handle, fill.arguments
     num_compact = sum(handle.recv_counts)
     expert_major = layout == "expert_major"
-    assert (arguments["capacity"], arguments["num_rows"]) == (num_compact, handle.num_rows)
+    room, needed = (arguments["capacity"], arguments["num_rows"]), (num_compact, handle.num_rows)
+    assert room == needed or (arguments["only_if_enough"] and room[0] >= needed[0] and room[1] >= needed[1])
     shapes = {
         "recv_token": (num_compact,),
         "pair_row": (num_compact if expert_major else 0, 2),
@@ -137,7 +138,7 @@ def test_the_kernels_read_ids_and_weights_with_the_strides_they_have(node: FakeN
 
 
 def tensors_handle(tensors: PlanTensors, request: Any) -> DispatchHandle:
-    tensors.allocate(request.max_rows, None)
+    tensors.allocate()
     return tensors.handle(tensors.route(5), joins=True)
 
 
@@ -178,42 +179,22 @@ def test_a_plan_with_max_rows_waits_for_nothing_and_knows_no_counts(
     assert handle.x_needs_grad == handle.weights_need_grad == grad_enabled, "nobody knows what the others want"
 
 
-@pytest.mark.parametrize("layout", ["compact", "expert_major"])
-def test_nothing_is_allocated_between_the_counts_and_the_rows_but_the_rows(
-    node: FakeNode, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless more came than even routing and a quarter more."""
-    backends, made, expected = construct(node), [], PlanTensors._row_tensors
-
-    def noted(self: PlanTensors, num_sent: int, num_compact: int, num_rows: int) -> Any:
-        made.append((self._rank, num_compact, num_rows))
-        return expected(self, num_sent, num_compact, num_rows)
-
-    monkeypatch.setattr(PlanTensors, "_row_tensors", noted)
-    plans = plan_on_both(node, backends, layout)
-    for rank, plan in enumerate(plans):
-        _, fill = fake_of(backends[rank]).launches
-        assert_filled(fill, plan, layout)
-        room, *exact = [sizes for of_rank, *sizes in made if of_rank == rank]
-        handle = plan.handle
-        needed = [sum(handle.recv_counts), handle.num_rows]
-        assert exact == ([] if needed[0] <= room[0] and needed[1] <= room[1] else [needed])
-    assert [of_rank for of_rank, *_ in made].count(0) == 1, "3 tokens and 1 come of 8"
-
-
-def test_more_rows_than_were_expected_have_room_too(node: FakeNode) -> None:
+def test_rows_are_laid_out_before_the_counts_come_and_again_where_more_came_than_was_expected(node: FakeNode) -> None:
+    """The second launch has exactly the room, the first left the plan as it was."""
     backends = construct(node)
 
-    def plan(rank: int) -> None:
+    def plan(rank: int) -> DispatchPlan:
         exchange = fake_of(backends[rank])
         exchange.plan_rows = (100, 100)
         exchange.plan_counts = ((90, 10), (90, 90, 10, 10), (90, 10), [50, 50])
-        answered = backends[rank].plan(make_request(4, world=2))
-        assert exchange.launches[1].arguments["capacity"] == 100
-        assert answered.handle.recv_token.shape == (100,)
-        assert exchange.launches[1].arguments["recv_token"] == answered.handle.recv_token.data_ptr()
+        return backends[rank].plan(make_request(4, world=2))
 
-    node.run(plan)
+    for backend, made in zip(backends, node.run(plan), strict=True):
+        assert names(backend) == ["plan_count", "plan_fill", "plan_fill"]
+        _, early, late = fake_of(backend).launches
+        assert (early.arguments["only_if_enough"], early.arguments["capacity"]) == (True, 7), "of 8 tokens 6, and 1"
+        assert (late.arguments["only_if_enough"], late.arguments["capacity"]) == (False, 100)
+        assert late.arguments["recv_token"] == made.handle.recv_token.data_ptr() != early.arguments["recv_token"]
 
 
 def test_a_rank_without_memory_for_what_may_come_waits_for_what_does(
@@ -221,14 +202,15 @@ def test_a_rank_without_memory_for_what_may_come_waits_for_what_does(
 ) -> None:
     backends, row_tensors = construct(node), PlanTensors._row_tensors
 
-    def unless_expected(self: PlanTensors, num_sent: int, num_compact: int, num_rows: int) -> Any:
-        if not hasattr(self, "_known"):
+    def unless_expected(self: PlanTensors, *sizes: int) -> Any:
+        if self._known is None:
             raise torch.OutOfMemoryError("no memory")
-        return row_tensors(self, num_sent, num_compact, num_rows)
+        return row_tensors(self, *sizes)
 
     monkeypatch.setattr(PlanTensors, "_row_tensors", unless_expected)
     for backend, plan in zip(backends, plan_on_both(node, backends, "expert_major"), strict=True):
         assert names(backend) == ["plan_count", "plan_fill"]
+        assert not fake_of(backend).launches[1].arguments["only_if_enough"]
         assert_filled(fake_of(backend).launches[1], plan, "expert_major")
 
 
@@ -237,14 +219,14 @@ def test_a_rank_without_memory_for_its_rows_tells_the_others_that_it_is_done(
 ) -> None:
     """After the verdict the others pull and wait for its done."""
     backends = construct(node)
-    allocate = PlanTensors.allocate
+    row_tensors = PlanTensors._row_tensors
 
-    def allocate_unless_full(self: PlanTensors, *arguments: Any) -> None:
+    def unless_full(self: PlanTensors, *sizes: int) -> Any:
         if self._rank == 1:
             raise torch.OutOfMemoryError("no memory")
-        allocate(self, *arguments)
+        return row_tensors(self, *sizes)
 
-    monkeypatch.setattr(PlanTensors, "allocate", allocate_unless_full)
+    monkeypatch.setattr(PlanTensors, "_row_tensors", unless_full)
 
     def plan(rank: int) -> str:
         answer(backends[rank], "compact", 1)

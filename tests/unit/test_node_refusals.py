@@ -91,7 +91,7 @@ def test_a_time_limit_of_a_call_whose_host_waits_is_raised_by_it(
     kind, text = caught(lambda: CALLS["dispatch"](backend))
     assert kind is EPTimeoutError
     assert text.startswith("dispatch on rank 1 has not begun on the device after 1 s")
-    assert names(backend) == ["plan_count"]
+    assert names(backend) == ["plan_count", "plan_fill"]
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -109,7 +109,7 @@ def test_rows_on_the_cpu_are_refused_on_all_ranks_before_any_is_read(node: FakeN
     )
     assert node.run(dispatch) == [(ValueError, expected)] * 2
     assert names(backends[odd]) == ["header_only"]
-    assert names(backends[1 - odd]) == ["plan_count"]
+    assert names(backends[1 - odd]) == ["plan_count", "plan_fill"]
     assert newest(backends[odd]).words[STATUS_WORD] == ERRORS.index(ValueError)
 
 
