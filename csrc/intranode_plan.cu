@@ -172,6 +172,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const int num_chunks_all = world.size * kMaxChunks, blocks = gridDim.x;
   const int at_a_time = min(kPlanWarps, (num_chunks_all + blocks - 1) / blocks);
   const uint32_t num_publish_tickets = gridDim.x, num_chunk_tickets = (num_chunks_all + at_a_time - 1) / at_a_time;
+  const uint32_t sum_ticket = num_publish_tickets + 1 + num_chunk_tickets;
+  const uint32_t num_scan_tickets = (columns + kPlanWarps - 1) / kPlanWarps;
 
   if (threadIdx.x < 32) {
     const bool ready = state->failed == 0 && slots_are_free(world, turn);
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       count_up(&state->num_published);
       continue;
     }
-    if (ticket > num_publish_tickets + num_chunk_tickets + 1) {
+    if (ticket > sum_ticket + num_scan_tickets) {
       break;
     }
     if (ticket == num_publish_tickets) {
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
         break;
       }
     }
-    if (ticket <= num_publish_tickets + num_chunk_tickets) {
+    if (ticket < sum_ticket) {
       const int number = (ticket - num_publish_tickets - 1) * at_a_time + warp_idx();
       if (warp_idx() < at_a_time && number < num_chunks_all) {
         count_chunk(world, in, turn, number, tile, counters);
@@ -232,10 +234,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       __threadfence();
     }
     __syncthreads();
-    if (counted) {
-      sum_up(call, in, turn, shared);
+    if (!counted) {
+      break;
     }
-    break;
+    if (ticket == sum_ticket) {
+      sum_up(call, in, turn, shared);
+    } else {
+      scan_columns(world, in, ticket - sum_ticket - 1);
+    }
   }
 
   if (!is_last_block(state)) {

@@ -16,33 +16,55 @@ __device__ inline int exclusive_scan(int value, int* total) {
   return sum - value;
 }
 
-// By a whole warp: turns one column of chunk counts into exclusive sums, over all chunks (`carries`) or within each
-// source.
-__device__ inline void scan_column(const World& world, int32_t* column, int64_t stride, bool carries) {
-  constexpr int kSources = 4;  // whose counts are on their way at once
+// By a whole warp: turns column `i` of chunk counts into exclusive sums, over all chunks for an expert, within each
+// source for a rank. Those of the own rank say at which row each chunk begins, for the kernels that follow.
+__device__ inline void scan_column(const World& world, const PlanInput& in, int i) {
+  constexpr int kSources = 2;  // whose counts are on their way at once
+  static_assert(kMaxChunks == 64, "two chunks for each lane");
   const int lane = lane_idx();
+  const int64_t columns = in.num_local + world.size;
+  const bool is_expert = i < in.num_local, is_own = i == in.num_local + world.rank;
+  int32_t* const column = in.chunk_counts + i;
   int carry = 0;
+#pragma unroll 1
   for (int first = 0; first < world.size; first += kSources) {
     int values[kSources][2];
 #pragma unroll
     for (int j = 0; j < kSources; ++j) {
-      const int32_t* const counts = column + ((first + j) * kMaxChunks + 2 * lane) * stride;
+      const int32_t* const counts = column + ((first + j) * kMaxChunks + 2 * lane) * columns;
       if (first + j < world.size) {
         values[j][0] = counts[0];
-        values[j][1] = counts[stride];
+        values[j][1] = counts[columns];
       }
     }
 #pragma unroll
     for (int j = 0; j < kSources; ++j) {
-      int32_t* const sums = column + ((first + j) * kMaxChunks + 2 * lane) * stride;
-      if (first + j < world.size) {
+      const int source = first + j;
+      if (source < world.size) {
+        int32_t* const sums = column + (source * kMaxChunks + 2 * lane) * columns;
         int total;
-        const int before = exclusive_scan(values[j][0] + values[j][1], &total) + (carries ? carry : 0);
-        sums[0] = before;
-        sums[stride] = before + values[j][0];
+        const int within = exclusive_scan(values[j][0] + values[j][1], &total), before = carry + within;
+        sums[0] = is_expert ? before : within;
+        sums[columns] = (is_expert ? before : within) + values[j][0];
+        if (is_own) {
+          int32_t* const rows = in.geometry + Geometry::chunk_rows(world.size) + source * (kMaxChunks + 1) + 2 * lane;
+          rows[0] = before;
+          rows[1] = before + values[j][0];
+          if (lane == 31) {
+            rows[2] = carry + total;
+          }
+        }
         carry += total;
       }
     }
+  }
+}
+
+// By a whole block: a column for each warp, `part` of them all.
+__device__ inline void scan_columns(const World& world, const PlanInput& in, int part) {
+  const int i = part * kPlanWarps + warp_idx();
+  if (i < in.num_local + world.size) {
+    scan_column(world, in, i);
   }
 }
 
@@ -149,27 +171,12 @@ __device__ inline void tell_host(const Call& call, const PlanInput& in, const Tu
   }
 }
 
-// By a whole block: where each chunk's rows begin, for the kernels that follow.
-__device__ inline void place_chunks(const World& world, const PlanInput& in, const Turn& turn, const Totals& totals) {
-  const int size = world.size, columns = in.num_local + size;
+// By a whole block: what else the kernels that follow have to know.
+__device__ inline void fill_geometry(const World& world, const PlanInput& in, const Turn& turn, const Totals& totals) {
+  const int size = world.size;
   int32_t* geometry = in.geometry;
-  for (int i = warp_idx(); i < columns; i += kPlanWarps) {
-    scan_column(world, in.chunk_counts + i, columns, i < in.num_local);
-  }
-  __syncthreads();
   if (threadIdx.x < size * size) {
     geometry[Geometry::rank_rows(size) + threadIdx.x] = totals.rank_rows[threadIdx.x];
-  }
-  for (int i = threadIdx.x; i < size * (kMaxChunks + 1); i += kPlanThreads) {
-    const int source = i / (kMaxChunks + 1), chunk = i % (kMaxChunks + 1);
-    int row = 0;
-    for (int before = 0; before < source; ++before) {
-      row += totals.rank_rows[before * size + world.rank];
-    }
-    row += chunk == kMaxChunks ? totals.rank_rows[source * size + world.rank]
-                               : in.chunk_counts[(source * kMaxChunks + chunk) * static_cast<int64_t>(columns) +
-                                                 in.num_local + world.rank];
-    geometry[Geometry::chunk_rows(size) + i] = row;
   }
   if (threadIdx.x < size) {
     geometry[Geometry::kTokens + threadIdx.x] =
@@ -189,7 +196,7 @@ __device__ inline void place_chunks(const World& world, const PlanInput& in, con
   }
 }
 
-// By the last working block: sums over chunks, what the host waits for, and the geometry.
+// By a whole block: sums over chunks, what the host waits for, and the geometry.
 __device__ inline void sum_up(const Call& call, const PlanInput& in, const Turn& turn, int32_t* expert_counts) {
   __shared__ Totals totals;
   static_assert(kMaxRanks * kMaxRanks <= kPlanThreads, "a thread for each pair of ranks");
@@ -201,7 +208,7 @@ __device__ inline void sum_up(const Call& call, const PlanInput& in, const Turn&
   if (call.question != 0) {
     tell_host(call, in, turn, totals, expert_counts);
   }
-  place_chunks(call.world, in, turn, totals);
+  fill_geometry(call.world, in, turn, totals);
 }
 
 }  // namespace moe_ep
