@@ -16,10 +16,9 @@ constexpr int kMaxLocalExperts = 2048;  // L; a plan counts them in shared memor
 // The tokens of a source are cut into chunks, a chunk into parts; a flag says that a part can be read. A source's T
 // alone decides where the cuts lie, so every rank computes the same ones.
 constexpr int kMaxChunks = 64;
-constexpr int kMoveParts = 8;
-constexpr int kCombineParts = 8;  // more workers share a combine
+constexpr int kParts = 8;
 constexpr int kMinChunkTokens = 32;
-constexpr int kNumFlags = kMaxChunks * kCombineParts;
+constexpr int kNumFlags = kMaxChunks * kParts;
 
 // A header: words that must be alike on all ranks (as many as the call says), then each rank's own. Those with a name
 // here are set or read by number; moe_ep/backends/node_header.py packs them all, and a test compares the numbers.
@@ -147,7 +146,7 @@ struct Geometry {
 
 inline __host__ __device__ int64_t chunk_tokens(int64_t num_tokens) {
   const int64_t even = (num_tokens + kMaxChunks - 1) / kMaxChunks;
-  return even <= kMinChunkTokens ? kMinChunkTokens : (even + kCombineParts - 1) / kCombineParts * kCombineParts;
+  return even <= kMinChunkTokens ? kMinChunkTokens : (even + kParts - 1) / kParts * kParts;
 }
 
 inline __host__ __device__ int num_chunks(int64_t num_tokens) {
@@ -155,15 +154,15 @@ inline __host__ __device__ int num_chunks(int64_t num_tokens) {
   return static_cast<int>((num_tokens + size - 1) / size);
 }
 
-// `input` for a launch with so many tickets in hand at a time, of chunks cut into kParts: `lead` says how many steps
-// publishing runs ahead of the pulls that wait for it, as many as are under way together. Ranks need not agree on it,
-// since a wait for a chunk ends in the end at a chunk that nothing is waited for (8, 9). Where nobody waits for this
-// rank there is no lead.
-template <int kParts, typename Input>
+// `input` for a launch with so many tickets in hand at a time: `lead` says how many steps publishing runs ahead of the
+// pulls that wait for it, as many as are under way together and a third more, since they do not end in their order.
+// Ranks need not agree on it: a wait for a chunk ends in the end at a chunk that nothing is waited for (8, 9). Where
+// nobody waits for this rank there is no lead.
+template <typename Input>
 inline Input with_lead(const Input& input, const World& world, int num_in_hand) {
-  const int a_step = kParts * world.size, steps = (num_in_hand + a_step - 1) / a_step;
+  const int steps = (4 * num_in_hand + 3 * kParts * world.size - 1) / (3 * kParts * world.size);
   Input out = input;
-  out.lead = world.size == 1 || input.is_registered ? 0 : steps < 32 ? steps : 32;
+  out.lead = world.size == 1 || input.is_registered ? 0 : steps < kMaxChunks ? steps : kMaxChunks;
   return out;
 }
 

@@ -401,17 +401,15 @@ struct Span {
   int64_t count;
 };
 
-template <int kParts>
 __device__ inline Span part_of(int64_t begin, int64_t end, int part) {
   const int64_t size = (end - begin + kParts - 1) / kParts;
   const int64_t first = min64(begin + part * size, end);
   return {first, min64(first + size, end) - first};
 }
 
-template <int kParts>
 __device__ inline Span part_of_tokens(int64_t num_tokens, int chunk, int part) {
   const int64_t size = chunk_tokens(num_tokens);
-  return part_of<kParts>(min64(chunk * size, num_tokens), min64((chunk + 1) * size, num_tokens), part);
+  return part_of(min64(chunk * size, num_tokens), min64((chunk + 1) * size, num_tokens), part);
 }
 
 __device__ inline int most_chunks(const int32_t* geometry, int size) {

@@ -72,7 +72,7 @@ __device__ void reduce(const World& world, const CombineInput& in, const Turn& t
   using Wide = typename RowMath<Elem>::Wide;
   const int32_t* chunk_rows =
       in.geometry + Geometry::chunk_rows(world.size) + work.source * (kMaxChunks + 1) + work.chunk;
-  const Span span = part_of<kCombineParts>(chunk_rows[0], chunk_rows[1], work.part);
+  const Span span = part_of(chunk_rows[0], chunk_rows[1], work.part);
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
   char* staging =
       slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
@@ -93,7 +93,7 @@ __device__ void reduce(const World& world, const CombineInput& in, const Turn& t
   }
   __syncwarp();
   if (lane_idx() == 0) {
-    post_flag(world, turn, work.source, work.chunk * kCombineParts + work.part);
+    post_flag(world, turn, work.source, work.chunk * kParts + work.part);
   }
   __syncwarp();
 }
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (work.kind == CombineWork::kReduce) {
         reduce<Elem>(world, in, turn, work);
       } else if (work.kind == CombineWork::kHome) {
-        const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
+        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
         if (span.count == 0 || !chunk_is_reduced(world, turn, work.chunk)) {
           continue;
         }
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 void launch_combine(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
   for_kind(kind, [&](auto elem) {
     moe_ep_combine<decltype(elem)>
-        <<<num_sms, kThreads, 0, stream>>>(call, with_lead<kCombineParts>(input, call.world, num_sms * kThreads / 32));
+        <<<num_sms, kThreads, 0, stream>>>(call, with_lead(input, call.world, num_sms * kThreads / 32));
   });
   check_cuda(cudaGetLastError(), "combine: the launch");
 }

@@ -21,15 +21,15 @@ struct CombineWork {
 
 __device__ inline CombineWork combine_work(const World& world, const CombineInput& in, uint32_t ticket, int most) {
   const int size = world.size, lead = min(in.lead, most);
-  const uint32_t reduces = in.is_registered ? 0 : kCombineParts * (size - 1), per_step = reduces + kCombineParts;
+  const uint32_t reduces = in.is_registered ? 0 : kParts * (size - 1), per_step = reduces + kParts;
   const uint32_t step = ticket / per_step, place = ticket % per_step;
   if (step >= static_cast<uint32_t>(most + lead)) {
     return {CombineWork::kEnd, 0, 0, 0};
   }
   if (place < reduces) {
-    const int source = (world.rank + 1 + static_cast<int>(place) / kCombineParts) % size;
+    const int source = (world.rank + 1 + static_cast<int>(place) / kParts) % size;
     return {static_cast<int>(step) < most ? CombineWork::kReduce : CombineWork::kNothing, source,
-            static_cast<int>(step), static_cast<int>(place) % kCombineParts};
+            static_cast<int>(step), static_cast<int>(place) % kParts};
   }
   const int chunk = static_cast<int>(step) - lead;
   return {chunk < 0 ? CombineWork::kNothing : CombineWork::kHome, world.rank, chunk, static_cast<int>(place - reduces)};
@@ -140,11 +140,10 @@ __device__ inline const char* peer_row(const World& world, const CombineInput& i
 // By a whole warp: until every peer has reduced the rows of this chunk of the own tokens.
 __device__ inline bool chunk_is_reduced(const World& world, const Turn& turn, int chunk) {
   bool arrived = true;
-  for (int i = lane_idx(); i < world.size * kCombineParts; i += 32) {
-    const int peer = i / kCombineParts;
+  for (int i = lane_idx(); i < world.size * kParts; i += 32) {
+    const int peer = i / kParts;
     if (peer != world.rank && arrived && !is_registered(world, turn, peer)) {
-      const uint64_t* flag =
-          &world.control[world.rank]->flags[peer][turn.slot][chunk * kCombineParts + i % kCombineParts];
+      const uint64_t* flag = &world.control[world.rank]->flags[peer][turn.slot][chunk * kParts + i % kParts];
       arrived = wait_word(world, turn, peer, kWaitFlag, flag, turn.tag);
     }
   }

@@ -247,7 +247,7 @@ __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_
 __device__ Span rows_to_reduce(const World& world, const CombineInput& in, const CombineWork& work) {
   const int32_t* chunk_rows =
       in.geometry + Geometry::chunk_rows(world.size) + work.source * (kMaxChunks + 1) + work.chunk;
-  return part_of<kCombineParts>(chunk_rows[0], chunk_rows[1], work.part);
+  return part_of(chunk_rows[0], chunk_rows[1], work.part);
 }
 
 template <int kTeam, typename Elem>
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       }
       if (work.kind == CombineWork::kHome) {
         fence_copy_engine();
-        const Span span = part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part);
+        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
         team.fetch(in.row_bytes, span.first, span.first + span.count, at_home);
       } else if (!overflowed) {
         const Span span = rows_to_reduce(world, in, work);
@@ -315,8 +315,8 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       }
       const bool is_home = work.kind == CombineWork::kHome, is_copied = !is_home && !in.expert_major;
       team.begin_rows(team.sends() == is_copied);
-      const Span span = is_home ? part_of_tokens<kCombineParts>(in.num_tokens, work.chunk, work.part)
-                                : rows_to_reduce(world, in, work);
+      const Span span =
+          is_home ? part_of_tokens(in.num_tokens, work.chunk, work.part) : rows_to_reduce(world, in, work);
       const int64_t end = span.first + span.count;
       char* staging =
           slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
             team.wait_passed(team.num_tickets);
           }
           if (lane_idx() == 0) {
-            post_flag(world, turn, work.source, work.chunk * kCombineParts + work.part);
+            post_flag(world, turn, work.source, work.chunk * kParts + work.part);
           }
         }
       }
@@ -379,7 +379,7 @@ void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind ki
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead<kCombineParts>(input, call.world, tickets_in_hand<kTeam>(num_sms)),
+          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)),
           cut_of<kTeam>(input.row_bytes, max_terms));
     });
   });

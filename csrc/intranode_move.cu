@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
       break;
     }
     if (work.kind == MoveWork::kOwn) {
-      const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+      const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
       for (int kind = 0; kind < kRowKinds; ++kind) {
         const Rows& rows = in.rows[kind];
         char* staging = const_cast<char*>(staging_place(world, in, turn, world.rank, kind).rows);
@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
 }  // namespace
 
 void launch_move(const Call& call, const MoveInput& input, int num_sms, cudaStream_t stream) {
-  moe_ep_move<<<num_sms, kCopyThreads, 0, stream>>>(
-      call, with_lead<kMoveParts>(input, call.world, num_sms * kCopyThreads / 32));
+  moe_ep_move<<<num_sms, kCopyThreads, 0, stream>>>(call, with_lead(input, call.world, num_sms * kCopyThreads / 32));
   check_cuda(cudaGetLastError(), "dispatch: the launch");
 }
 

@@ -24,14 +24,14 @@ struct MoveWork {
 
 __device__ inline MoveWork move_work(const World& world, const MoveInput& in, uint32_t ticket, int most) {
   const int size = world.size, lead = min(in.lead, most);
-  const uint32_t per_step = kMoveParts * size, step = ticket / per_step, place = ticket % per_step;
+  const uint32_t per_step = kParts * size, step = ticket / per_step, place = ticket % per_step;
   if (step < static_cast<uint32_t>(most + lead)) {
-    const int part = place % kMoveParts;
-    if (place < kMoveParts) {
+    const int part = place % kParts;
+    if (place < kParts) {
       return {static_cast<int>(step) < most ? MoveWork::kOwn : MoveWork::kNothing, world.rank, static_cast<int>(step),
               part};
     }
-    const int source = (world.rank + static_cast<int>(place) / kMoveParts) % size;
+    const int source = (world.rank + static_cast<int>(place) / kParts) % size;
     const int chunk = static_cast<int>(step) - lead;
     return {chunk < 0 ? MoveWork::kNothing : MoveWork::kPull, source, chunk, part};
   }
@@ -47,7 +47,7 @@ __device__ inline MoveWork move_work(const World& world, const MoveInput& in, ui
 __device__ inline Span rows_of(const World& world, const MoveInput& in, const MoveWork& work) {
   const int32_t* chunk_rows =
       in.geometry + Geometry::chunk_rows(world.size) + work.source * (kMaxChunks + 1) + work.chunk;
-  return part_of<kMoveParts>(chunk_rows[0], chunk_rows[1], work.part);
+  return part_of(chunk_rows[0], chunk_rows[1], work.part);
 }
 
 // The rows of a pad or tail ticket.
@@ -69,9 +69,8 @@ __device__ inline bool chunk_arrived(const World& world, const Turn& turn, const
     return true;
   }
   bool arrived = true;
-  if (lane_idx() < kMoveParts) {
-    const uint64_t* flag =
-        &world.control[world.rank]->flags[work.source][turn.slot][work.chunk * kMoveParts + lane_idx()];
+  if (lane_idx() < kParts) {
+    const uint64_t* flag = &world.control[world.rank]->flags[work.source][turn.slot][work.chunk * kParts + lane_idx()];
     arrived = wait_word(world, turn, work.source, kWaitFlag, flag, turn.tag);
   }
   __syncwarp();  // what one lane has seen, all see
@@ -82,7 +81,7 @@ __device__ inline bool chunk_arrived(const World& world, const Turn& turn, const
 __device__ inline void post_chunk(const World& world, const Turn& turn, const MoveWork& work) {
   __syncwarp();
   if (lane_idx() < world.size && lane_idx() != world.rank) {
-    post_flag(world, turn, lane_idx(), work.chunk * kMoveParts + work.part);
+    post_flag(world, turn, lane_idx(), work.chunk * kParts + work.part);
   }
   __syncwarp();
 }

@@ -18,7 +18,7 @@ constexpr int kMaxStages = 16;
 constexpr int kMaxPieceBytes = 16384;
 constexpr int kLongRowBytes = 8192;     // longer rows have two workers a block, shorter ones three
 constexpr int kRingBytes = 200 * 1024;  // of a block
-constexpr int kBatchRows = 8;
+constexpr int kBatchRows = 4;
 
 // How rows are cut. A stage holds a piece.
 struct Pieces {
@@ -38,6 +38,12 @@ Pieces pieces_of(const MoveInput& in, int num_workers) {
   pieces.num_stages = std::min(kMaxStages, kRingBytes / num_workers / pieces.stage_bytes);
   pieces.num_places = in.expert_major ? in.num_topk : 1;
   return pieces;
+}
+
+// Of a worker: those whose rows are in its batches, and one that is drawn.
+int tickets_in_hand(int64_t num_tokens) {
+  const int64_t ticket_tokens = chunk_tokens(num_tokens) / kParts;
+  return static_cast<int>((kBatches * kBatchRows + ticket_tokens - 1) / ticket_tokens) + 1;
 }
 
 int shared_bytes(const Pieces& pieces, int num_workers) {
@@ -207,8 +213,7 @@ __device__ void plan(const Worker& worker, const Call& call, const MoveInput& in
     if (work.kind != MoveWork::kOwn && !pulls) {
       continue;
     }
-    const Span span =
-        pulls ? rows_of(world, in, work) : part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+    const Span span = pulls ? rows_of(world, in, work) : part_of_tokens(in.num_tokens, work.chunk, work.part);
     if (pulls && (span.count == 0 || !chunk_arrived(world, turn, work))) {
       continue;
     }
@@ -442,11 +447,11 @@ void launch_move_bulk(const Call& call, const MoveInput& input, int num_sms, cud
   const auto launch = [&](auto workers) {
     constexpr int kWorkers = decltype(workers)::value;
     const Pieces pieces = pieces_of(input, kWorkers);
-    const int num_bytes = shared_bytes(pieces, kWorkers), in_hand = num_sms * kWorkers * (kBatches + 1);
+    const int num_bytes = shared_bytes(pieces, kWorkers);
+    const int in_hand = num_sms * kWorkers * tickets_in_hand(input.num_tokens);
     constexpr auto kernel = moe_ep_move_bulk<kWorkers>;
     allow_shared_memory<kernel>(num_bytes, "dispatch: the shared memory of the rings");
-    kernel<<<num_sms, kWorkers * kRoles * 32, num_bytes, stream>>>(
-        call, with_lead<kMoveParts>(input, call.world, in_hand), pieces);
+    kernel<<<num_sms, kWorkers * kRoles * 32, num_bytes, stream>>>(call, with_lead(input, call.world, in_hand), pieces);
   };
   if (input.rows[0].row_bytes > kLongRowBytes) {
     launch(std::integral_constant<int, 2>());

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
         break;
       }
       if (work.kind == MoveWork::kOwn) {
-        const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
         char* staging = slot_of(world, world.rank, turn);
         for (int64_t token = span.first; token < span.first + span.count; ++token) {
           const OwnToken own = own_token(world, in, token);
@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, 1)
 void launch_move_weighted(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                           int num_sms, cudaStream_t stream) {
   for_kind(kind, [&](auto elem) {
-    moe_ep_move_weighted<decltype(elem)><<<num_sms, kTeams * kTeamThreads, 0, stream>>>(
-        call, with_lead<kMoveParts>(input, call.world, num_sms * kTeams), weights);
+    moe_ep_move_weighted<decltype(elem)>
+        <<<num_sms, kTeams * kTeamThreads, 0, stream>>>(call, with_lead(input, call.world, num_sms * kTeams), weights);
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");
 }

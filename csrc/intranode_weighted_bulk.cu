@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
                    [&](int64_t row, int count, auto& items) { describe_pulled(in, w, source, row, count, items); });
       } else if (work.kind == MoveWork::kOwn) {
-        const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
         team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
                    [&](int64_t token, int count, auto& items) {
                      describe_tokens(world, in, w, overflowed, token, count, items);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         }
       } else {
         if (work.kind == MoveWork::kOwn) {
-          const Span span = part_of_tokens<kMoveParts>(in.num_tokens, work.chunk, work.part);
+          const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
           weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, slot_of(world, world.rank, turn),
                                   partial[team.number()]);
         } else if (work.kind == MoveWork::kPull && !overflowed) {
@@ -269,7 +269,7 @@ void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const M
       constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
       allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
       kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead<kMoveParts>(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
+          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
           cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
     });
   });
