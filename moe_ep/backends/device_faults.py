@@ -31,6 +31,7 @@ class DeviceFaults:
         self._exchange = memory.exchange
         self._dead: str | None = None
         self._seen: list[tuple[str, list[int]]] = []  # of earlier calls, met while a later one was answered
+        self._told: int | None = None  # epoch of the refusal that `take` told last
 
     @property
     def is_dead(self) -> bool:
@@ -46,7 +47,7 @@ class DeviceFaults:
         self._dead = sentence
 
     def forget(self) -> None:
-        self._dead = None
+        self._dead = self._told = None
         self._seen.clear()
 
     def await_answer(self, operation: str, question: int, limit_secs: float) -> int:
@@ -72,7 +73,7 @@ class DeviceFaults:
         request: DispatchRequest | None,
         join_rows: Callable[[Exception], None],
     ) -> int:
-        """GO or GROW; raises what any other verdict means.
+        """GO or GROW; raises what any other verdict means, unless `take` has told it already.
 
         `join_rows` is called with the error first where some rank did not wait, and has begun to move the rows.
         """
@@ -83,6 +84,8 @@ class DeviceFaults:
         if verdict == GROW and not _some_go_on(headers):
             return verdict
         _, epoch, _, _, bad_slot, bad_id, _, _ = self._exchange.answer()
+        if epoch == self._told:  # nobody is told twice
+            return verdict
         self._take_quietly()
         own = None if request is None else self._own_refusal(headers, request, bad_slot, bad_id)
         if own is not None:
@@ -123,6 +126,7 @@ class DeviceFaults:
             if name == "timeout":
                 self._raise_timeout(OPERATIONS[values[5]] if 0 <= values[5] < len(OPERATIONS) else "a call")
             elif name == "refused":
+                self._told = values[1]
                 sentences.append(str(self._error("a call", values[0], values[1], self._headers())))
             elif name == "overflow":
                 sentences.append(

@@ -86,11 +86,11 @@ class IntranodeBackend(NodeCalls):
         The second is started before that wait, with as much room as is likely to be enough, and again where it was not.
         """
         self._settle()
+        has_begun = tensors.expect()
         while True:
             self._num_calls += 1
             question = next(self._questions)
             self._count(tensors, header, question)
-            has_begun = tensors.expect()
             if has_begun:
                 self._fill(tensors, header)
             if self._ask("dispatch", question, request) == GO:

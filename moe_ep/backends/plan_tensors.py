@@ -40,7 +40,7 @@ class PlanTensors:
     """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all.
 
     Behind the host's wait for the counts every allocation keeps the device waiting. What no count decides is there
-    from the start. Of what they do decide, `expect` makes as much as even routing and a quarter more need, while the
+    from the start. Of what they do decide, `expect` makes as much as even routing and a quarter more need, before the
     device counts; it is cut to size when the rows are on their way. Where more comes, `allocate` has to make it.
     """
 

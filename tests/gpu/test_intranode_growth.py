@@ -114,7 +114,7 @@ def _does_not_fit(group: dist.ProcessGroup) -> tuple[tuple[bool, ...], tuple[typ
         x = torch.ones(num_tokens, 8, device="cuda")
         arguments = {"num_experts": 2, "layout": "compact"}
         torch.cuda.synchronize()
-        keep_busy(300)  # so that combine is called before dispatch has failed
+        keep_busy(2_000)  # so that combine is called before dispatch has failed
         out = moe_ep.dispatch(buffer, x, idx, **arguments, max_rows=16)
         y = moe_ep.combine(buffer, out.x, out.handle)
         torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from tests.scale_experts import caught
 from tests.unit.node_helpers import (
     NUM_ROWS,
     NUM_TOKENS,
+    PATIENCE_SECS,
     RANK,
     construct,
     fake_of,
@@ -165,6 +166,21 @@ def test_a_sum_that_met_a_refusal_is_raised_before_the_next_wait_for_the_rank_th
     assert (other_kind, other_text) == (ValueError, "EP rank 0 refused all_reduce: x has 128 columns.")
     assert names(backends[1]) == ["all_reduce"], "no plan is started that rank 0 does not come to"
     assert backends[0]._num_calls == backends[1]._num_calls, "the ranks are in step, and go on without a reset"
+
+
+def test_a_sum_whose_refusal_was_told_is_not_raised_again(node: FakeNode) -> None:
+    backends = construct(node)
+
+    def call(rank: int) -> tuple[list[str], tuple[type[BaseException] | None, str]]:
+        if rank == 0:
+            return [], caught(lambda: backends[0].refuse("dispatch", ValueError("x has 128 columns.")))
+        backends[1].all_reduce(torch.ones(3))
+        fake_of(backends[1]).wait_answer(1, PATIENCE_SECS)
+        return backends[1].take_faults(), caught(backends[1]._settle)
+
+    _, (told, later) = node.run(call)
+    assert told == ["EP rank 0 refused all_reduce: x has 128 columns."]
+    assert later == (None, "")
 
 
 def test_a_refusal_of_a_closed_buffer_or_by_a_time_limit_sends_nothing(node: FakeNode) -> None:
