@@ -26,6 +26,13 @@ __device__ inline uint64_t word_of(const LowLatencyTurn& turn, uint32_t value) {
 __device__ inline uint32_t value_of(uint64_t word) { return static_cast<uint32_t>(word) & kMaxPairs; }
 __device__ inline bool same_call(uint64_t a, uint64_t b) { return a >> kValueBits == b >> kValueBits; }
 
+// Whether a word is of the call of `expected`, or of a later one of its generation.
+__device__ inline bool is_since(uint64_t word, uint64_t expected) {
+  constexpr int kBits = kEpochBits + kValueBits;
+  return word >> kBits == expected >> kBits && static_cast<int32_t>(static_cast<uint32_t>(word >> kValueBits) -
+                                                                    static_cast<uint32_t>(expected >> kValueBits)) >= 0;
+}
+
 // -- where things lie ---------------------------------------------------------------------------------------------
 
 __device__ inline LowLatencyControl* control_of(const LowLatencyCall& call, int rank) {
@@ -152,7 +159,7 @@ __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatenc
         uint64_t seen;
         wait_for_peer(
             call, turn, peer, kWaitDone, &control_of(call, call.world.rank)->acks[turn.slot][peer], sent,
-            [=](uint64_t value) { return value == sent; }, &seen);
+            [=](uint64_t value) { return is_since(value, sent); }, &seen);  // of this call, where a block is late
       }
       shared_mask[peer] = mask_of(call, peer);
     }
@@ -201,11 +208,7 @@ __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLate
         uint64_t seen;
         // A peer that has masked this rank does not wait for it, and may be ahead by any number of calls.
         open = wait_for_peer(
-            call, turn, peer, kWaitHeader, word, expected,
-            [=](uint64_t value) {
-              return value >> (kEpochBits + kValueBits) == expected >> (kEpochBits + kValueBits) &&
-                     static_cast<int32_t>(static_cast<uint32_t>(value >> kValueBits) - (turn.epoch + 1)) >= 0;
-            },
+            call, turn, peer, kWaitHeader, word, expected, [=](uint64_t value) { return is_since(value, expected); },
             &seen);
         if (open) {
           const uint32_t value = value_of(seen);
