@@ -345,6 +345,8 @@ class IntranodeBackend(NodeCalls):
         return self._faults.take()
 
     def reset(self) -> None:
+        if self._uses_low_latency:  # whose kernels run on the caller's streams
+            torch.cuda.synchronize(self._device)
         self._synchronize()
         try:
             with torch.cuda.device(self._device):
@@ -355,12 +357,17 @@ class IntranodeBackend(NodeCalls):
         self._faults.forget()
         self._unsettled = None
         self._num_calls = 0
-        self.low_latency.reset()
+        if self._uses_low_latency:
+            self.low_latency.reset()
 
     def close(self) -> None:
-        if not self._closed:
+        if self._uses_low_latency and not self._closed:
             self.low_latency.close()
         super().close()
+
+    @property
+    def _uses_low_latency(self) -> bool:
+        return "low_latency" in self.__dict__
 
     @property
     def members(self) -> tuple[int, ...]:
