@@ -102,6 +102,13 @@ class LowLatency(ABC):
 
         A rank may send one expert at most M rows; that is more than T only if a token names an expert twice.
 
+        Where the backend has kernels (intranode) nothing waits on the host, so ids cannot be refused at once: a bad id
+        counts as -1 and rows above M are not sent, the sums of their tokens are NaN, and `check()` or the next call
+        says so. Places without a row keep what memory held, results are unwritten until the hook runs, and a call that
+        needs the place of the result two calls before it is refused while that one's hook has not run. If ranks
+        disagree, or one refuses, all counts are 0, and `check()` says why. The first call of a size makes room and
+        meets the other ranks; it cannot be captured.
+
         Args:
             x: [T, H] bfloat16, any strides, T <= M. Without FP8 also float16 and float32.
             topk_idx: [T, K] int64 or int32, global expert ids, -1 for an unused slot. K in 1..64.

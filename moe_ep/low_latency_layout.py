@@ -12,7 +12,7 @@ rank 1, which owns expert 1, the N = 4 places hold (rank 0, token 0), (rank 0, t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class CallShape:
     num_max: int
     row_format: int
     dtype: torch.dtype
-    placement: ExpertPlacement
+    placement: ExpertPlacement = field(hash=False)  # compared, but it takes long to hash
 
     @property
     def home_dtype(self) -> torch.dtype:
