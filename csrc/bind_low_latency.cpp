@@ -102,23 +102,25 @@ int row_units_of(const LowLatencyShape& shape, RowKind kind) {
 // (words, bytes) of a slot.
 py::tuple needs(int size, const LowLatencyShape& shape, const LowLatencyShape& combined, const std::string& dtype) {
   const RowKind kind = low_latency_kind(dtype);
-  return py::make_tuple(std::max(dispatch_words(shape, size), combine_words(combined, row_units_of(combined, kind))),
-                        std::max(dispatch_bytes(shape, size), combine_bytes(combined)));
+  const int row_units = row_units_of(combined, kind);
+  return py::make_tuple(std::max(dispatch_words(shape, size), combine_words(combined, size, row_units)),
+                        std::max(bytes_of_rows(shape, size), bytes_of_rows(combined, size)));
 }
 
 void dispatch(const LowLatencyMemory& memory, const Launching& launching, int64_t operation,
               const LowLatencyDispatch& input) {
   const int size = memory.size();
   const LowLatencyCall call =
-      with(memory.call(operation, dispatch_words(input.shape, size), dispatch_bytes(input.shape, size)), launching);
+      with(memory.call(operation, dispatch_words(input.shape, size), bytes_of_rows(input.shape, size)), launching);
   launch_low_latency_dispatch(call, input, launching.num_blocks, stream_from(launching.stream));
 }
 
 void combine(const LowLatencyMemory& memory, const Launching& launching, int64_t operation,
              const LowLatencyCombine& input, const std::string& dtype) {
   const RowKind kind = low_latency_kind(dtype);
-  const int64_t num_words = combine_words(input.shape, row_units_of(input.shape, kind));
-  const LowLatencyCall call = with(memory.call(operation, num_words, combine_bytes(input.shape)), launching);
+  const int64_t num_words = combine_words(input.shape, memory.size(), row_units_of(input.shape, kind));
+  const LowLatencyCall call =
+      with(memory.call(operation, num_words, bytes_of_rows(input.shape, memory.size())), launching);
   launch_low_latency_combine(call, input, kind, launching.num_blocks, stream_from(launching.stream));
 }
 

@@ -34,7 +34,9 @@ constexpr int32_t kOpen = 0, kMasked = 1, kLost = 2;  // masked by the caller; m
 // What stands in place of a slot's rank where its row was not sent, though it should have been.
 constexpr int32_t kDropped = -2;
 
-// Memory of a rank: this block, then two slots of words, then two slots of rows.
+// Memory of a rank: this block, then two slots of words, then two slots of rows. A slot has a part for each source, and
+// a rank writes into its own parts only, whatever the call: what it still writes where it is masked or lost, because it
+// is slow, lies where nobody looks.
 struct LowLatencyControl {
   uint64_t acks[2][kMaxRanks];       // by slot and reader: the call of this rank that it has finished reading
   uint64_t greetings[2][kMaxRanks];  // by slot and source
@@ -60,8 +62,8 @@ struct LowLatencyCall {
   World world;
   char* memory[kMaxRanks];
   LowLatencyState* state;
-  int64_t words_a_slot;
-  int64_t bytes_a_slot;
+  int64_t words_a_source;  // in a slot
+  int64_t bytes_a_source;
   int32_t* mask;       // [W]
   int64_t* ticket;     // [1]: the epoch, from the kernel that sends to the one that receives
   uint64_t* stats;     // [W]: microseconds of waiting are added; or null
@@ -103,7 +105,8 @@ struct LowLatencyDispatch {
   int32_t* src_info;      // [L, N]
   int32_t* cumulative;    // [L], or null
   int32_t* row_places;    // [1 + W * M * K, 2]: R; then, for each row, its place and `source * M * K + pair`
-  int32_t* slot_rank;     // [T, K]: the rank of each slot, -1 for none, or kDropped: the expert had M rows already
+  int32_t* slot_rank;     // [T, K]: the rank of each slot, -1 for none, or kDropped: the expert had M rows already.
+                          // Ranks that exchanged no rows with this one count as none.
 };
 void launch_low_latency_dispatch(const LowLatencyCall& call, const LowLatencyDispatch& dispatch, int num_blocks,
                                  cudaStream_t stream);
@@ -141,14 +144,11 @@ inline __host__ __device__ int num_parts(int row_units) { return (row_units + kP
 inline int64_t dispatch_words(const LowLatencyShape& shape, int size) {
   return static_cast<int64_t>(size) * (shape.most_local + static_cast<int64_t>(shape.max_tokens) * shape.num_topk);
 }
-inline int64_t dispatch_bytes(const LowLatencyShape& shape, int size) {
+inline int64_t bytes_of_rows(const LowLatencyShape& shape, int size) {
   return static_cast<int64_t>(size) * shape.max_tokens * shape.num_topk * shape.row_bytes;
 }
-inline int64_t combine_words(const LowLatencyShape& shape, int row_units) {
-  return static_cast<int64_t>(shape.max_tokens) * shape.num_topk * num_parts(row_units);
-}
-inline int64_t combine_bytes(const LowLatencyShape& shape) {
-  return static_cast<int64_t>(shape.max_tokens) * shape.num_topk * shape.row_bytes;
+inline int64_t combine_words(const LowLatencyShape& shape, int size, int row_units) {
+  return static_cast<int64_t>(size) * shape.max_tokens * shape.num_topk * num_parts(row_units);
 }
 
 }  // namespace moe_ep

@@ -25,32 +25,40 @@ __device__ void send_part(const LowLatencyCall& call, const LowLatencyTurn& turn
   }
   const int64_t row_bytes = static_cast<int64_t>(num_units) * kUnitBytes;
   const int first = part * kPartUnits;
-  copy_units<8>(rows_of(call, home, turn.slot) + static_cast<int64_t>(pair) * in.shape.row_bytes + first * kUnitBytes,
-                in.rows + from_place * row_bytes + first * kUnitBytes, min(kPartUnits, num_units - first));
+  char* to = rows_of(call, home, turn.slot, call.world.rank) + static_cast<int64_t>(pair) * in.shape.row_bytes;
+  copy_units<8>(to + first * kUnitBytes, in.rows + from_place * row_bytes + first * kUnitBytes,
+                min(kPartUnits, num_units - first));
   __syncwarp();
   if (lane_idx() == 0) {
-    store_release(words_of(call, home, turn.slot) + static_cast<int64_t>(pair) * num_parts(num_units) + part,
-                  word_of(turn, 0));
+    uint64_t* words = words_of(call, home, turn.slot, call.world.rank);
+    store_release(words + static_cast<int64_t>(pair) * num_parts(num_units) + part, word_of(turn, 0));
   }
 }
 
-// By a whole warp: which slots of a token count, as bits; waits until this part of their rows is here.
+// By a whole warp: which slots of a token count, as bits; waits until this part of their rows is here. Lane i knows who
+// owns the slots i and i + 32.
 struct SlotSet {
   uint64_t used;
   bool dropped;
+  int32_t owners[kMaxTopk / 32];
 };
 
 __device__ SlotSet wait_slots(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
                               const bool (&open)[kMaxRanks], int num_units, int token, int part, uint64_t began) {
   const int num_topk = in.shape.num_topk;
-  const uint64_t* words = words_of(call, call.world.rank, turn.slot);
-  SlotSet set = {0, false};
-  for (int first = 0; first < num_topk; first += 32) {
+  SlotSet set = {0, false, {}};
+#pragma unroll
+  for (int first = 0; first < kMaxTopk; first += 32) {
+    if (first >= num_topk) {
+      break;
+    }
     const int slot = first + lane_idx();
     const int owner = slot < num_topk ? in.slot_rank[token * num_topk + slot] : -1;
+    set.owners[first / 32] = owner;
     bool arrived = false;
     if (owner >= 0 && open[owner]) {
       const int64_t word = static_cast<int64_t>(token * num_topk + slot) * num_parts(num_units) + part;
+      const uint64_t* words = words_of(call, call.world.rank, turn.slot, owner);
       arrived = wait_value(call, turn, owner, kWaitFlag, words + word, kMaxPairs) != kMaxPairs;
       charge_wait(call, turn, owner, began);
     }
@@ -67,14 +75,15 @@ __device__ void sum_piece(const LowLatencyCall& call, const LowLatencyTurn& turn
   using Math = RowMath<Elem>;
   constexpr int kElems = Math::kElems;
   const int first = piece * kPieceUnits + lane_idx();
-  const char* rows =
-      rows_of(call, call.world.rank, turn.slot) + static_cast<int64_t>(token) * in.shape.num_topk * in.shape.row_bytes;
+  const int64_t from = static_cast<int64_t>(token) * in.shape.num_topk * in.shape.row_bytes;
   const auto load = [&](int slot, uint4(&units)[kUnitsALane]) {
+    const int owner = __shfl_sync(kFullWarp, set.owners[slot < 32 ? 0 : 1], slot % 32);
+    const char* row =
+        rows_of(call, call.world.rank, turn.slot, owner) + from + static_cast<int64_t>(slot) * in.shape.row_bytes;
 #pragma unroll
     for (int i = 0; i < kUnitsALane; ++i) {
       const int unit = first + 32 * i;
-      units[i] = unit < num_units ? load_16(rows + static_cast<int64_t>(slot) * in.shape.row_bytes + unit * kUnitBytes)
-                                  : make_uint4(0, 0, 0, 0);
+      units[i] = unit < num_units ? load_16(row + unit * kUnitBytes) : make_uint4(0, 0, 0, 0);
     }
   };
   float totals[kUnitsALane][kElems] = {};

@@ -38,21 +38,21 @@ __device__ inline bool is_since(uint64_t word, uint64_t expected) {
 __device__ inline LowLatencyControl* control_of(const LowLatencyCall& call, int rank) {
   return reinterpret_cast<LowLatencyControl*>(call.memory[rank]);
 }
-__device__ inline uint64_t* words_of(const LowLatencyCall& call, int rank, int slot) {
-  return reinterpret_cast<uint64_t*>(call.memory[rank] + kLowLatencyControlBytes) + slot * call.words_a_slot;
+
+// What `source` writes into the memory of `rank`.
+__device__ inline uint64_t* words_of(const LowLatencyCall& call, int rank, int slot, int source) {
+  return reinterpret_cast<uint64_t*>(call.memory[rank] + kLowLatencyControlBytes) +
+         (slot * call.world.size + source) * call.words_a_source;
 }
-__device__ inline char* rows_of(const LowLatencyCall& call, int rank, int slot) {
-  return call.memory[rank] + kLowLatencyControlBytes + 2 * call.words_a_slot * sizeof(uint64_t) +
-         slot * call.bytes_a_slot;
+__device__ inline char* rows_of(const LowLatencyCall& call, int rank, int slot, int source) {
+  return call.memory[rank] + kLowLatencyControlBytes +
+         2 * call.world.size * call.words_a_source * static_cast<int64_t>(sizeof(uint64_t)) +
+         (slot * call.world.size + source) * call.bytes_a_source;
 }
 
-// Words of a dispatch at the receiver: rows of each local expert from each source, then one word a row of each source.
-__device__ inline uint64_t* count_word(uint64_t* words, const LowLatencyShape& shape, int source, int local) {
-  return words + static_cast<int64_t>(source) * shape.most_local + local;
-}
-__device__ inline uint64_t* row_word(uint64_t* words, const LowLatencyShape& shape, int size, int source, int row) {
-  return words + static_cast<int64_t>(size) * shape.most_local +
-         static_cast<int64_t>(source) * shape.max_tokens * shape.num_topk + row;
+// Words of a dispatch: rows of each local expert, then one word a row.
+__device__ inline uint64_t* row_words(uint64_t* words, const LowLatencyShape& shape) {
+  return words + shape.most_local;
 }
 
 // A word that stands for nothing but its own value.
@@ -94,9 +94,17 @@ __device__ inline bool has_failed(const LowLatencyCall& call) {
 __device__ inline void miss(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
                             uint64_t expected, uint64_t seen) {
   if (call.enable_shrink) {
+    // Of both slots: the kernel that receives the other one may be running, and its blocks see the mask change too.
+    // Before and behind the mask: whoever sees it finds the word, also where that was taken in between.
+    const auto tell = [&] {
+      atomicExch(&call.state->lost[0], 1u);
+      atomicExch(&call.state->lost[1], 1u);
+      __threadfence();
+    };
+    tell();
     atomicExch(&call.mask[peer], kLost);
     __threadfence();
-    atomicExch(&call.state->lost[turn.slot], 1u);
+    tell();
     return;
   }
   give_up(call.world, {turn.generation, turn.epoch, 0, turn.slot}, peer, phase, expected, seen);
@@ -256,11 +264,14 @@ __device__ inline bool take_lost(const LowLatencyCall& call, const LowLatencyTur
   return shared_lost;
 }
 
-// By the last block, when no block sends any more.
+// By the last block, when no block sends any more. To a masked rank nothing went: once it is taken in again, what it
+// has to have read is what was sent there before.
 __device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyTurn& turn) {
   LowLatencyState* state = call.state;
   if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
-    state->sent[turn.slot][threadIdx.x] = mask_of(call, threadIdx.x) == kOpen ? word_of(turn, 0) : 0;
+    uint64_t& sent = state->sent[turn.slot][threadIdx.x];
+    const int32_t mask = mask_of(call, threadIdx.x);
+    sent = mask == kOpen ? word_of(turn, 0) : mask == kLost ? 0 : sent;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -272,14 +283,11 @@ __device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyT
   }
 }
 
-// By the last block, when no block reads any more: the peers may write this slot again.
+// By the last block, when no block reads any more: the peers may write this slot again. The own ack comes last too: the
+// next call in the slot may be running on another stream, and counts in the same words.
 __device__ inline void end_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn) {
   const int peer = threadIdx.x;
   if (peer < call.world.size) {
-    if (!has_failed(call) && mask_of(call, peer) != kLost) {
-      __threadfence_system();
-      store_release(&control_of(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
-    }
     uint64_t& waited = call.state->waited_ns[turn.slot][peer];
     if (call.stats != nullptr) {
       call.stats[peer] += (waited + 500) / 1000;
@@ -288,6 +296,11 @@ __device__ inline void end_receiving(const LowLatencyCall& call, const LowLatenc
   }
   if (threadIdx.x == 0) {
     call.state->num_received[turn.slot] = 0;
+  }
+  __syncthreads();
+  if (peer < call.world.size && !has_failed(call) && mask_of(call, peer) != kLost) {
+    __threadfence_system();
+    store_release(&control_of(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
   }
 }
 

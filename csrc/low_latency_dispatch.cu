@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
                                 const __grid_constant__ LowLatencyDispatch in, int num_cached) {
   extern __shared__ int32_t shared_ints[];
   __shared__ SendShared shared;
+  __shared__ bool open[kMaxRanks];
   const LowLatencyTurn turn = low_latency_turn(call);
   const int num_keys = call.world.size * in.shape.most_local;
   const ReceiveShared received = {shared_ints + num_cached, shared_ints + num_cached + num_keys,
@@ -38,17 +39,18 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
       return;
     }
   }
-  bool fine = receive_rows<kFp8>(call, turn, in, received, blockIdx.x, gridDim.x);
+  bool fine = receive_rows<kFp8>(call, turn, in, received, blockIdx.x, gridDim.x, open);
   if (!is_last(&call.state->num_received[turn.slot])) {
     return;
   }
   while (take_lost(call, turn)) {
-    fine = receive_rows<kFp8>(call, turn, in, received, 0, 1);
+    fine = receive_rows<kFp8>(call, turn, in, received, 0, 1, open);
   }
   if (!fine || has_failed(call)) {
     receive_nothing(call, in);
-  } else if (in.cumulative != nullptr) {
-    for (int expert = threadIdx.x; expert < in.num_local; expert += kDispatchThreads) {
+  } else {
+    close_slots(call, in, open);
+    for (int expert = threadIdx.x; in.cumulative != nullptr && expert < in.num_local; expert += kDispatchThreads) {
       in.cumulative[expert] += in.recv_count[expert];
     }
   }

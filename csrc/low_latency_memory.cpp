@@ -24,16 +24,21 @@ void LowLatencyMemory::allocate(int64_t words_a_slot, int64_t bytes_a_slot) {
   char*& own = call_.memory[exchange_.world().rank];
   check_cuda(cudaFree(own), "low latency: freeing memory");
   own = nullptr;
-  call_.words_a_slot = call_.bytes_a_slot = 0;
-  words_a_slot = (words_a_slot + 15) / 16 * 16;  // rows begin at multiples of 128 bytes
-  bytes_a_slot = (bytes_a_slot + 127) / 128 * 128;
-  const int64_t word_bytes = kLowLatencyControlBytes + 2 * words_a_slot * static_cast<int64_t>(sizeof(uint64_t));
-  check_cuda(cudaMalloc(reinterpret_cast<void**>(&own), whole_pages(word_bytes + 2 * bytes_a_slot)),
+  call_.words_a_source = call_.bytes_a_source = 0;
+  const auto part_of = [&](int64_t whole, int64_t multiple) {
+    const int64_t part = (whole + size() - 1) / size();
+    return (part + multiple - 1) / multiple * multiple;
+  };
+  const int64_t words_a_source = part_of(words_a_slot, 16), bytes_a_source = part_of(bytes_a_slot, 128);
+  const int64_t num_parts = 2 * size();
+  const int64_t word_bytes =
+      kLowLatencyControlBytes + num_parts * words_a_source * static_cast<int64_t>(sizeof(uint64_t));
+  check_cuda(cudaMalloc(reinterpret_cast<void**>(&own), whole_pages(word_bytes + num_parts * bytes_a_source)),
              "low latency: memory for rows of the other ranks");
   check_cuda(cudaMemset(own, 0, word_bytes), "low latency: zeroing the words");
   check_cuda(cudaStreamSynchronize(nullptr), "low latency: zeroing the words");
-  call_.words_a_slot = words_a_slot;
-  call_.bytes_a_slot = bytes_a_slot;
+  call_.words_a_source = words_a_source;
+  call_.bytes_a_source = bytes_a_source;
 }
 
 std::string LowLatencyMemory::export_own() const { return export_memory(call_.memory[exchange_.world().rank]); }
@@ -60,9 +65,9 @@ void LowLatencyMemory::begin(uint32_t generation) {
 }
 
 LowLatencyCall LowLatencyMemory::call(int64_t operation, int64_t num_words, int64_t num_bytes) const {
-  MOE_EP_CHECK(num_words <= call_.words_a_slot && num_bytes <= call_.bytes_a_slot, "the low-latency call needs ",
-               num_words, " words and ", num_bytes, " bytes a slot, there are ", call_.words_a_slot, " and ",
-               call_.bytes_a_slot, ": make room first.");
+  MOE_EP_CHECK(num_words <= words_a_slot() && num_bytes <= bytes_a_slot(), "the low-latency call needs ", num_words,
+               " words and ", num_bytes, " bytes a slot, there are ", words_a_slot(), " and ", bytes_a_slot(),
+               ": make room first.");
   LowLatencyCall call = call_;
   call.world = exchange_.world();
   call.world.operation = operation;

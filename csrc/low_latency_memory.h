@@ -21,13 +21,14 @@ class LowLatencyMemory {
   LowLatencyMemory(const LowLatencyMemory&) = delete;
   LowLatencyMemory& operator=(const LowLatencyMemory&) = delete;
 
-  // Replaces the own memory by words that no call has written yet and rows. No peer may have the old one open.
+  // Replaces the own memory by words that no call has written yet and rows, at least so many, divided among the
+  // sources. No peer may have the old one open.
   void allocate(int64_t words_a_slot, int64_t bytes_a_slot);
   std::string export_own() const;
   void open(int peer, const std::string& exported);
   void close();  // the mappings of the others
-  int64_t words_a_slot() const { return call_.words_a_slot; }
-  int64_t bytes_a_slot() const { return call_.bytes_a_slot; }
+  int64_t words_a_slot() const { return size() * call_.words_a_source; }
+  int64_t bytes_a_slot() const { return size() * call_.bytes_a_source; }
   int size() const { return exchange_.size(); }
 
   // Epoch 0 of a generation. No low-latency kernel of this rank may be running.

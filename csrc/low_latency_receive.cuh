@@ -27,10 +27,9 @@ __device__ inline int exclusive_in_warp(int value, int* total) {
 __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
                                   const bool (&open)[kMaxRanks], const ReceiveShared& shared) {
   const int size = call.world.size, num_local = in.num_local, most = in.shape.max_tokens;
-  uint64_t* words = words_of(call, call.world.rank, turn.slot);
   for (int i = threadIdx.x; i < size * num_local; i += kDispatchThreads) {
     const int source = i / num_local;
-    const uint64_t* word = count_word(words, in.shape, source, i % num_local);
+    const uint64_t* word = words_of(call, call.world.rank, turn.slot, source) + i % num_local;
     shared.counts[i] = open[source] ? wait_value(call, turn, source, kWaitHeader, word, 0) : 0;
   }
   __syncthreads();
@@ -68,19 +67,20 @@ __device__ void receive_row(const LowLatencyCall& call, const LowLatencyTurn& tu
   const int expert = low / size, source = low % size;
   const int sent_row = shared.bases[source * in.num_local + expert] + row - shared.begins[low];
   const int place = row - shared.begins[expert * size];
-  const uint64_t* word = row_word(words_of(call, call.world.rank, turn.slot), in.shape, size, source, sent_row);
+  const uint64_t* word = row_words(words_of(call, call.world.rank, turn.slot, source), in.shape) + sent_row;
   uint32_t pair = 0;
   if (lane_idx() == 0) {
     pair = wait_value(call, turn, source, kWaitFlag, word, kMaxPairs);
     charge_wait(call, turn, source, began);
   }
+  __syncwarp();  // a shuffle orders no memory, and all lanes read the row
   pair = __shfl_sync(kFullWarp, pair, 0);
   if (pair == kMaxPairs) {  // lost: all is made anew, or nothing stands
     return;
   }
   const int pairs_a_source = in.shape.max_tokens * in.shape.num_topk;
-  const char* from = rows_of(call, call.world.rank, turn.slot) +
-                     (static_cast<int64_t>(source) * pairs_a_source + sent_row) * in.shape.row_bytes;
+  const char* from =
+      rows_of(call, call.world.rank, turn.slot, source) + static_cast<int64_t>(sent_row) * in.shape.row_bytes;
   const int row_bytes = in.shape.hidden * (kFp8 ? 1 : in.elem_bytes);
   const int64_t flat = static_cast<int64_t>(expert) * num_places + place;
   copy_units<7>(in.rows + flat * row_bytes, from, row_bytes / kUnitBytes);
@@ -99,11 +99,11 @@ __device__ void receive_row(const LowLatencyCall& call, const LowLatencyTurn& tu
   }
 }
 
-// By a whole block, the `block`-th of `num_blocks` that share the work. False where the call is given up.
+// By a whole block, the `block`-th of `num_blocks` that share the work; `open` says from whom rows came. False where
+// the call is given up.
 template <bool kFp8>
 __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                             const ReceiveShared& shared, int block, int num_blocks) {
-  __shared__ bool open[kMaxRanks];
+                             const ReceiveShared& shared, int block, int num_blocks, bool (&open)[kMaxRanks]) {
   const uint64_t began = now_ns();
   if (!begin_receiving(call, turn, block == 0, open)) {
     return false;
@@ -138,6 +138,24 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
   return true;
 }
 
+// By the last block: the slots of ranks that have masked this one, or were lost, are unused, as those that it masked.
+__device__ inline void close_slots(const LowLatencyCall& call, const LowLatencyDispatch& in,
+                                   const bool (&open)[kMaxRanks]) {
+  bool all_open = true;
+  for (int peer = 0; peer < call.world.size; ++peer) {
+    all_open &= open[peer];
+  }
+  if (all_open) {
+    return;
+  }
+  for (int pair = threadIdx.x; pair < in.num_tokens * in.shape.num_topk; pair += kDispatchThreads) {
+    const int32_t peer = in.slot_rank[pair];
+    if (peer >= 0 && !open[peer]) {
+      in.slot_rank[pair] = -1;
+    }
+  }
+}
+
 // By a whole block: the results of a call that is given up. The sums of its tokens will be NaN.
 __device__ inline void receive_nothing(const LowLatencyCall& call, const LowLatencyDispatch& in) {
   const int num_places = call.world.size * in.shape.max_tokens;
@@ -151,7 +169,7 @@ __device__ inline void receive_nothing(const LowLatencyCall& call, const LowLate
     in.recv_count[expert] = 0;
   }
   for (int pair = threadIdx.x; pair < in.num_tokens * in.shape.num_topk; pair += kDispatchThreads) {
-    in.slot_rank[pair] = in.slot_rank[pair] < 0 ? in.slot_rank[pair] : kDropped;
+    in.slot_rank[pair] = in.slot_rank[pair] == -1 ? -1 : kDropped;
   }
   if (threadIdx.x == 0) {
     in.row_places[0] = 0;

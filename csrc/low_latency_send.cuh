@@ -65,8 +65,7 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
   for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
     const int peer = key / in.shape.most_local, local = key % in.shape.most_local;
     if (shared.mask[peer] == kOpen) {
-      uint64_t* words = words_of(call, peer, turn.slot);
-      store_relaxed(count_word(words, in.shape, call.world.rank, local), word_of(turn, counts[key]));
+      store_relaxed(words_of(call, peer, turn.slot, call.world.rank) + local, word_of(turn, counts[key]));
     }
     if (counts[key] > in.shape.max_tokens) {
       report(call, kTooManyRows, key, counts[key], in.shape.max_tokens);
@@ -111,10 +110,8 @@ __device__ void aim(const LowLatencyCall& call, const LowLatencyTurn& turn, cons
   *target = {nullptr, nullptr};
   if (goes && fits) {
     const int row = num_smaller + num_before;
-    const int64_t pairs_a_source = static_cast<int64_t>(in.shape.max_tokens) * in.shape.num_topk;
-    const int64_t place = call.world.rank * pairs_a_source + row;
-    *target = {rows_of(call, peer, turn.slot) + place * in.shape.row_bytes,
-               row_word(words_of(call, peer, turn.slot), in.shape, call.world.size, call.world.rank, row)};
+    *target = {rows_of(call, peer, turn.slot, call.world.rank) + static_cast<int64_t>(row) * in.shape.row_bytes,
+               row_words(words_of(call, peer, turn.slot, call.world.rank), in.shape) + row};
   }
 }
 
