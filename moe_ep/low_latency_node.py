@@ -53,6 +53,7 @@ class NodeCall:
         self.state.check_room(call)
         self.state.check_slot(call, self.node.num_calls)
         self.node.enable_shrink = self.state.enable_shrink
+        self.node.is_waited_for = bool(self.state.in_flight())
 
     def refuse(self, call: str, error: Exception) -> None:
         """Tells the other ranks, whose call is given up; they hear of it at their next look."""

@@ -64,6 +64,12 @@ class Pending:
     ticket: Tensor | None
     tensors: tuple[Tensor | None, ...] = field(repr=False)
 
+    def keep_for(self, stream: torch.cuda.Stream) -> None:
+        """Memory of these tensors that the caller lets go of is not handed out again before `stream` is past them."""
+        for tensor in (*self.tensors, self.stats, self.ticket):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
 
 class NodeLowLatency:
     """One rank's low-latency calls.
@@ -79,6 +85,7 @@ class NodeLowLatency:
         rank, world: this rank's place in the EP group, W.
         mask: [W] int32 on the device, how each rank stands.
         enable_shrink: whether a rank that does not come is left out from then on.
+        is_waited_for: whether the result of an earlier call is in flight, until its hook runs.
         num_calls: calls that this rank has begun.
     """
 
@@ -98,8 +105,9 @@ class NodeLowLatency:
         self.own_stream = own_stream
         self._memory = NodeLowLatencyMemory(memory, kernels)
         self.mask = torch.zeros(len(memory.ranks), dtype=torch.int32, device=device)
-        self.enable_shrink = False
+        self.enable_shrink = self.is_waited_for = False
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_captured: torch.cuda.Stream | None = None
         self._is_in_graph = False
         self.num_calls = 0
         self._native_of = functools.cache(self._native)
@@ -251,6 +259,7 @@ class NodeLowLatency:
         stream = torch.cuda.current_stream(self._device)
         if stream != pending.stream:
             stream.wait_stream(pending.stream)
+            pending.keep_for(stream)
         pending.launch(self._how(stream, pending, sends=False, receives=True))
 
     def refuse(self, operation: str) -> None:
@@ -258,7 +267,7 @@ class NodeLowLatency:
         if self._faults.is_dead or torch.cuda.is_current_stream_capturing():
             return
         if not self._memory.is_ready((0, 0)):
-            self._memory.meet((0, 0), self._is_in_graph, refused=operation)
+            self._memory.meet((0, 0), self._is_in_graph, self.is_waited_for, refused=operation)
             return
         stream = self._stream_of(False)
         self.num_calls += 1
@@ -328,7 +337,7 @@ class NodeLowLatency:
                     "once before the capture."
                 )
             torch.cuda.synchronize(self._device)
-            self._memory.meet(native.needs, self._is_in_graph)
+            self._memory.meet(native.needs, self._is_in_graph, self.is_waited_for)
         return native
 
     def _ticket(self, with_hook: bool) -> Tensor | None:
@@ -337,10 +346,8 @@ class NodeLowLatency:
     def _begin(self, pending: Pending, with_hook: bool, asynchronous: bool) -> None:
         pending.launch(self._how(pending.stream, pending, sends=True, receives=not with_hook))
         self.num_calls += 1
-        if asynchronous and not torch.cuda.is_current_stream_capturing():
-            for tensor in (*pending.tensors, pending.stats):
-                if tensor is not None:
-                    tensor.record_stream(pending.stream)
+        if asynchronous:
+            pending.keep_for(pending.stream)
 
     def _stream_of(self, asynchronous: bool) -> torch.cuda.Stream:
         """Where the next call runs: behind what the caller's stream has been given, and behind the call before it."""
@@ -350,10 +357,13 @@ class NodeLowLatency:
             stream.wait_stream(current)
         if torch.cuda.is_current_stream_capturing():
             self._is_in_graph = True
+            last, self._last_captured = self._last_captured, stream
+            if last is not None and last != stream and not _is_capturing(last):
+                last = None  # of an earlier graph
         else:
             last, self._last_stream = self._last_stream, stream
-            if last is not None and last != stream:
-                stream.wait_stream(last)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
         return stream
 
     def _how(self, stream: torch.cuda.Stream, pending: Pending | None, sends: bool, receives: bool) -> NativeLaunch:
@@ -368,6 +378,11 @@ class NodeLowLatency:
             print=0 if pending is None else pending.print_of_call,
             enable_shrink=self.enable_shrink,
         )
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=256)

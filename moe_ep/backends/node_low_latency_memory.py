@@ -10,7 +10,7 @@ from moe_ep._native_low_latency import NativeLowLatency
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.errors import ConfigError
 
-_SPARE_SMS = 4  # where ranks share a GPU, for kernels that are not ours
+_SPARE_SMS = 4  # for kernels that are not ours: a call of ours may wait for what comes behind them on another stream
 _GENERATIONS = 16  # of this memory within one of the backend's
 
 
@@ -37,30 +37,30 @@ class NodeLowLatencyMemory:
         """Whether all ranks have (words, bytes) a slot."""
         return self._is_agreed and needs[0] <= self.native.words_a_slot and needs[1] <= self.native.bytes_a_slot
 
-    def meet(self, needs: tuple[int, int], is_in_graph: bool, refused: str = "") -> None:
+    def meet(self, needs: tuple[int, int], is_in_graph: bool, is_waited_for: bool, refused: str = "") -> None:
         """Makes room for `needs` where there is none yet; all ranks call it for the same call.
 
         Args:
             needs: (words, bytes) a slot.
             is_in_graph: a CUDA graph of this rank holds addresses in the memory.
+            is_waited_for: a hook of this rank has not run, and will read the memory.
             refused: the operation, where this rank refuses it and only says so.
 
         Raises:
             ConfigError: the ranks need different sizes.
-            RuntimeError: another rank refuses the call, or a graph holds the memory that is too small.
+            RuntimeError: another rank refuses the call, or a graph or a hook holds the memory that is too small.
             EPTimeoutError: a rank did not come.
         """
         name = f"low-latency/{self._node.generation}/{self._num_meetings}"
         self._num_meetings += 1
-        own = {"needs": needs, "has": self._sizes(), "refused": refused, "graph": is_in_graph}
+        own = {"needs": needs, "has": self._sizes(), "refused": refused, "graph": is_in_graph, "hook": is_waited_for}
         own["gpu"] = self._kernels.pci_bus_id()
         notes = [json.loads(text) for text in self._node.gather(f"{name}/begin", json.dumps(own))]
         self._check(notes, refused)
         if refused or any(note["refused"] for note in notes):
             return
         num_sharing = sum(note["gpu"] == own["gpu"] for note in notes)
-        num_sms = self._kernels.num_sms() - (_SPARE_SMS if num_sharing > 1 else 0)
-        self.num_blocks = max(1, num_sms // num_sharing)
+        self.num_blocks = max(1, (self._kernels.num_sms() - _SPARE_SMS) // num_sharing)
         has = self._sizes()
         alike = has is not None and all(note["has"] == list(has) for note in notes)
         if not (alike and has is not None and needs[0] <= has[0] and needs[1] <= has[1]):
@@ -69,6 +69,12 @@ class NodeLowLatencyMemory:
                     f"the low-latency call needs {needs[0]} words and {needs[1]} bytes a slot, there are {has or 0}, "
                     "and the memory cannot grow any more, because a CUDA graph holds addresses in it. Run the largest "
                     "call once before the first capture."
+                )
+            if any(note["hook"] for note in notes):
+                raise RuntimeError(
+                    f"the low-latency call needs {needs[0]} words and {needs[1]} bytes a slot, there are {has or 0}, "
+                    "and the memory cannot grow while the result of an earlier call lies in it. Call its hook first, "
+                    "or run the largest call once before the others."
                 )
             largest = [max(needs[i], *((note["has"] or (0, 0))[i] for note in notes)) for i in range(2)]
             self._rebuild(name, largest[0], largest[1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from moe_ep.reference import dispatch_loop
 from tests.distributed.conformance import owner_table
 from tests.distributed.test_low_latency import OPTIONS, Options, least_max_tokens
 from tests.distributed.test_low_latency_calls import without
-from tests.fake_low_latency import FakeLowLatency, LowLatencyNode
+from tests.fake_low_latency import FakeLowLatency, LowLatencyFakeKernels, LowLatencyNode
 from tests.gpu.low_latency_scene import Scene
 from tests.routing import ROUTINGS, make_inputs
 from tests.unit.node_helpers import construct
@@ -187,6 +188,91 @@ def test_memory_grows_with_need_on_all_ranks_and_not_once_a_graph_holds_it(monke
     each(lambda buffer, rank: small[rank].round_trip(buffer))  # type: ignore[arg-type]
     node.run(lambda rank: backends[rank].close())
     assert not any(ranks for name, ranks in node.opened.items() if name.startswith(b"lowlatency"))
+
+
+def test_memory_does_not_grow_under_a_result_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = scenes(2), scenes(2, hidden=1024)
+
+    def work(buffer: Any, rank: int) -> None:
+        sent = small[rank].dispatch(buffer, HOOK)
+        with pytest.raises(RuntimeError, match="cannot grow while the result of an earlier call lies in it"):
+            large[rank].dispatch(buffer, PLAIN)
+        sent[-1]()
+        small[rank].check_dispatch(sent, HOOK)
+        large[rank].round_trip(buffer)
+
+    run(2, monkeypatch, work)
+
+
+def test_a_hook_on_another_stream_keeps_the_memory_that_its_kernel_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[int, object]] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: kept.append((self.data_ptr(), stream)))
+    of_rank = scenes(1)
+
+    def work(buffer: Any, rank: int) -> None:
+        scene = of_rank[rank]
+        sent = scene.dispatch(buffer, HOOK)
+        assert not kept
+        own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
+        sent[-1]()
+        scene.check_dispatch(sent, HOOK)
+        assert other.past == [own]  # type: ignore[attr-defined]
+        ticket = native_of(buffer).launches[-1][1].ticket
+        assert {ticket, sent[2].routing.row_places.data_ptr()} <= {address for address, _ in kept}
+        assert {stream for _, stream in kept} == {other}
+
+    run(1, monkeypatch, work)
+
+
+def test_calls_on_two_streams_follow_each_other_in_a_capture_and_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank = scenes(1)
+
+    def work(buffer: Any, rank: int) -> None:
+        scene, node = of_rank[rank], buffer.backend.low_latency
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        captured: set[object] = set()
+
+        def call_on(stream: Any) -> list[object]:
+            past = len(stream.past)
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream in captured)
+            scene.dispatch(buffer, PLAIN)
+            return list(stream.past[past:])
+
+        @contextmanager
+        def stream_of(stream: object) -> Iterator[None]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream in captured)
+                yield
+
+        monkeypatch.setattr(torch.cuda, "stream", stream_of)
+        assert call_on(streams[0]) == []
+        captured.update(streams[1:])
+        assert call_on(streams[1]) == []
+        assert call_on(streams[2]) == [streams[1]]
+        captured.clear()
+        assert call_on(streams[1]) == [streams[0]]
+        captured.add(streams[0])
+        assert call_on(streams[0]) == []  # the last captured call was of another graph
+        assert node.num_calls == 5
+
+    run(1, monkeypatch, work)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_blocks_of_all_ranks_of_a_gpu_find_room_with_some_to_spare(
+    monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    of_rank = scenes(world)
+    monkeypatch.setattr(LowLatencyFakeKernels, "pci_bus_id", lambda self: "0000:01:00.0")
+
+    def work(buffer: Any, rank: int) -> int:
+        of_rank[rank].dispatch(buffer, PLAIN)
+        return int(native_of(buffer).launches[-1][1].num_blocks)
+
+    _, blocks = run(world, monkeypatch, work)
+    assert blocks == [128 // world] * world
 
 
 def test_ranks_that_need_different_sizes_all_learn_it(monkeypatch: pytest.MonkeyPatch) -> None:
