@@ -128,9 +128,8 @@ class Report:
     def __init__(self, world: World, out: Path | None) -> None:
         self.world, self.out = world, out
         self.ceiling_gbps = gpu_ceiling(world)
-        self.facts = {"hardware": records.hardware(), "commit": records.commit()}
         note = missing(world)
-        self.facts["versions"] = records.versions([note] if note else [])
+        self.origin = records.Origin.here([note] if note else [])
         self.rows: list[records.Record] = []
         if world.rank == 0 and out is not None:
             records.write(out, [])
@@ -138,32 +137,21 @@ class Report:
     def add(self, job: Job, op: str, times: Times, system: str = "moe_ep") -> None:
         base = op.removesuffix("_steady").removesuffix("_hook")
         remote = job.remote_bytes(base) if base.startswith("ll_") else 0
-        row = records.Record(
+        row = records.filled(
+            self.world,
+            job.shape,
+            times,
+            remote,
+            self.ceiling_gbps,
+            self.origin,
             op=op,
             system=system,
             backend=job.buffer.backend_name if system == "moe_ep" else "v1",
             transport="nvlink",
             layout="expert_major",
             dtype="fp8" if base == "ll_dispatch" else "bfloat16",
-            world=self.world.size,
-            nodes=1,
-            gpus=self.world.gpus,
-            tokens=job.shape.tokens,
-            hidden=job.shape.hidden,
-            num_experts=job.shape.num_experts,
-            topk=job.shape.topk,
-            routing=job.shape.routing,
             num_sms=None,
             registered=False,
-            time_us=round(times.median, 2),
-            time_us_p10=round(times.p10, 2),
-            time_us_p90=round(times.p90, 2),
-            host_us=None if times.host is None else round(times.host, 1),
-            kernel_us=None if times.kernel is None else round(times.kernel, 2),
-            remote_bytes=remote,
-            gbps=round(remote / times.median / 1e3, 3),
-            ceiling_gbps=None if self.ceiling_gbps is None else round(self.ceiling_gbps, 3),
-            **self.facts,
         )
         self.rows.append(row)
         if self.world.rank == 0:
