@@ -5,6 +5,7 @@ Only the places that hold a row are compared: the kernels write no others.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +32,30 @@ from tests.routing import make_inputs
 
 BACKEND = "intranode"
 LIMIT_SECS = 20.0
+# SMs that a GPU is taken to have, 0 for all. Runs of these tests beside each other on a GPU need it: a grid has to find
+# room as a whole, so together they must stay below what there is.
+NUM_SMS = int(os.environ.get("LOW_LATENCY_TEST_SMS", "0"))
+
+
+class FewerSms:
+    """The kernels on a GPU that has only `NUM_SMS`."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def num_sms(self) -> int:
+        return NUM_SMS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
 
 
 def open_buffer(group: dist.ProcessGroup, **arguments: Any) -> moe_ep.Buffer:
-    return moe_ep.Buffer(group, backend=BACKEND, **{"timeout_secs": LIMIT_SECS, **arguments})
+    buffer = moe_ep.Buffer(group, backend=BACKEND, **{"timeout_secs": LIMIT_SECS, **arguments})
+    if NUM_SMS:
+        memory: Any = buffer.backend.low_latency._memory  # type: ignore[union-attr]
+        memory._kernels = FewerSms(memory._kernels)
+    return buffer
 
 
 @dataclass

@@ -81,6 +81,30 @@ def test_masked_ranks_are_left_out_exactly_and_come_back(
     ranks.run(_masked, world, masked, by)
 
 
+def _taken_in_again(group: dist.ProcessGroup) -> None:
+    """Rank 0 masks rank 1 in a dispatch and no longer in its combine: rows that were not taken are not waited for."""
+    scene = scene_of(group)
+    with open_buffer(group, enable_shrink=True) as buffer:
+        scene.kept = _kept(scene, [1], [0])
+        for option in (PLAIN, HOOK, PLAIN):
+            if buffer.rank == 0:
+                buffer.low_latency_update_mask_buffer(1, True)
+            result = scene.dispatch(buffer, option)
+            if option.hook:
+                result[-1]()
+            scene.check_dispatch(result, option)
+            buffer.low_latency_clean_mask_buffer()
+            made = scene.made(4)
+            scene.check_combine(scene.combine(buffer, result[2], made)[0], made)
+        assert status_of(buffer) == [0] * scene.world
+        buffer.check()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_taken_in_again_before_the_combine_owes_nothing(ranks: Pools, world: int) -> None:
+    ranks.run(_taken_in_again, world)
+
+
 def _too_many(group: dist.ProcessGroup) -> tuple[str, str]:
     """Rank 0 names expert 0 more often than M allows, and an id that is none."""
     scene = scene_of(group, "random", "equal", num_topk=3)
