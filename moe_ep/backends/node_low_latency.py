@@ -181,7 +181,7 @@ class NodeLowLatency:
     ) -> tuple[Outputs, Pending]:
         """Sends the rows; receives them too unless `with_hook`, for `receive` to do it."""
         native = self._make_room("low_latency_dispatch", shape)
-        x, topk_idx = x.contiguous(), topk_idx.contiguous()
+        x, topk_idx = _readable(x), topk_idx.contiguous()
         out = self._outputs(shape, x.shape[0])
         owner, local_idx = shape.placement.kernel_tables(self._device)
         given: NativeDispatch = self._kernels.LowLatencyDispatch(
@@ -232,7 +232,7 @@ class NodeLowLatency:
         if rows.dtype != shape.home_dtype:
             shape = replace(shape, row_format=AS_GIVEN, dtype=rows.dtype)
         native = self._make_room("low_latency_combine", shape)
-        rows, weights = rows.contiguous(), weights.contiguous()
+        rows, weights = _readable(rows), weights.contiguous()
         given: NativeCombine = self._kernels.LowLatencyCombine(
             shape=native.combine,
             num_tokens=routing.num_tokens,
@@ -378,6 +378,12 @@ class NodeLowLatency:
             print=0 if pending is None else pending.print_of_call,
             enable_shrink=self.enable_shrink,
         )
+
+
+def _readable(rows: Tensor) -> Tensor:
+    """The rows, contiguous and from a multiple of 16 bytes on."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

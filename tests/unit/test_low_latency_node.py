@@ -190,6 +190,38 @@ def test_memory_grows_with_need_on_all_ranks_and_not_once_a_graph_holds_it(monke
     assert not any(ranks for name, ranks in node.opened.items() if name.startswith(b"lowlatency"))
 
 
+def test_kernels_read_rows_at_multiples_of_16_bytes_wherever_the_caller_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_rank = scenes(1)
+    seen: list[int] = []
+    for name, attribute in (("dispatch", "x"), ("combine", "rows")):
+        kernel = getattr(FakeLowLatency, name)
+
+        def watched(self: Any, *given: Any, kernel: Any = kernel, attribute: str = attribute) -> None:
+            seen.append(getattr(given[2], attribute) % 16)
+            kernel(self, *given)
+
+        monkeypatch.setattr(FakeLowLatency, name, watched)
+
+    def shifted(rows: Tensor) -> Tensor:
+        moved = torch.empty(rows.numel() + 1, dtype=rows.dtype)[1:].view(rows.shape).copy_(rows)
+        assert moved.data_ptr() % 16
+        return moved
+
+    def work(buffer: Any, rank: int) -> None:
+        scene = of_rank[rank]
+        x, idx, weights = scene.own
+        result = buffer.low_latency_dispatch(shifted(x), idx, scene.num_max, scene.num_experts, use_fp8=False)
+        rows = scene.check_dispatch(result, PLAIN)
+        y, _, _ = buffer.low_latency_combine(shifted(rows), idx, weights, result[2])
+        aligned, _, _ = buffer.low_latency_combine(rows, idx, weights, result[2])
+        assert torch.equal(y, aligned)
+
+    run(1, monkeypatch, work)
+    assert seen == [0, 0, 0]
+
+
 def test_memory_does_not_grow_under_a_result_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = scenes(2), scenes(2, hidden=1024)
 
