@@ -40,13 +40,14 @@ __device__ void send_part(const LowLatencyCall& call, const LowLatencyTurn& turn
 struct SlotSet {
   uint64_t used;
   bool dropped;
-  int32_t owners[kMaxTopk / 32];
+  int32_t low_owner, high_owner;
 };
+static_assert(kMaxTopk == 64, "a lane knows two slots");
 
 __device__ SlotSet wait_slots(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
                               const bool (&open)[kMaxRanks], int num_units, int token, int part, uint64_t began) {
   const int num_topk = in.shape.num_topk;
-  SlotSet set = {0, false, {}};
+  SlotSet set = {0, false, -1, -1};
 #pragma unroll
   for (int first = 0; first < kMaxTopk; first += 32) {
     if (first >= num_topk) {
@@ -54,7 +55,7 @@ __device__ SlotSet wait_slots(const LowLatencyCall& call, const LowLatencyTurn& 
     }
     const int slot = first + lane_idx();
     const int owner = slot < num_topk ? in.slot_rank[token * num_topk + slot] : -1;
-    set.owners[first / 32] = owner;
+    (first == 0 ? set.low_owner : set.high_owner) = owner;
     bool arrived = false;
     if (owner >= 0 && open[owner]) {
       const int64_t word = static_cast<int64_t>(token * num_topk + slot) * num_parts(num_units) + part;
@@ -77,7 +78,7 @@ __device__ void sum_piece(const LowLatencyCall& call, const LowLatencyTurn& turn
   const int first = piece * kPieceUnits + lane_idx();
   const int64_t from = static_cast<int64_t>(token) * in.shape.num_topk * in.shape.row_bytes;
   const auto load = [&](int slot, uint4(&units)[kUnitsALane]) {
-    const int owner = __shfl_sync(kFullWarp, set.owners[slot < 32 ? 0 : 1], slot % 32);
+    const int owner = __shfl_sync(kFullWarp, slot < 32 ? set.low_owner : set.high_owner, slot % 32);
     const char* row =
         rows_of(call, call.world.rank, turn.slot, owner) + from + static_cast<int64_t>(slot) * in.shape.row_bytes;
 #pragma unroll
