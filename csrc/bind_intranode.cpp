@@ -375,6 +375,7 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> take_faults(Exchange& 
   take("refused", record.refused, false);
   take("overflow", record.overflow, false);
   take("bad_idx", record.bad_idx, false);
+  take("low_latency", record.low_latency, false);
   return faults;
 }
 
@@ -383,7 +384,8 @@ bool has_fault(Exchange& exchange) {
   const auto valid = [](const HostRecord::Fault& fault) {
     return __atomic_load_n(&fault.valid, __ATOMIC_ACQUIRE) != 0;
   };
-  return valid(record.timeout) || valid(record.refused) || valid(record.overflow) || valid(record.bad_idx);
+  return valid(record.timeout) || valid(record.refused) || valid(record.overflow) || valid(record.bad_idx) ||
+         valid(record.low_latency);
 }
 
 }  // namespace

@@ -11,6 +11,8 @@ namespace {
 // What is exported has a page of its own: a handle stands for the whole allocation that a pointer lies in.
 constexpr int64_t kPageBytes = 2 << 20;
 
+}  // namespace
+
 int64_t whole_pages(int64_t num_bytes) { return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
 std::string export_memory(void* pointer) {
@@ -29,8 +31,6 @@ void* open_memory(const std::string& exported) {
              "intranode: opening another rank's memory");
   return pointer;
 }
-
-}  // namespace
 
 Exchange::Exchange(int rank, int size, double timeout_secs) {
   MOE_EP_CHECK(1 <= size && size <= kMaxRanks, "the EP group has ", size, " ranks; the intranode backend takes 1 to ",
@@ -134,6 +134,7 @@ void Exchange::begin_generation(uint32_t generation) {
   // A copy from pageable memory may still be under way, and the kernels' stream does not wait for the default one.
   check_cuda(cudaStreamSynchronize(nullptr), "intranode: a new generation");
   record_->timeout.valid = record_->refused.valid = record_->overflow.valid = record_->bad_idx.valid = 0;
+  record_->low_latency.valid = 0;
 }
 
 bool Exchange::follow(cudaStream_t caller) const {

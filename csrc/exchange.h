@@ -103,6 +103,7 @@ struct HostRecord {
   Fault refused;                             // verdict, epoch; `headers` are its
   Fault overflow;                            // rows received, max_rows
   Fault bad_idx;                             // slot, id, K, E
+  Fault low_latency;                         // kind (csrc/low_latency.h), operation, and what the kind says
   int32_t expert_counts[kMaxHostCounts];     // of a plan whose host waits
 };
 

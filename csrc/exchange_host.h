@@ -61,6 +61,8 @@ class Exchange {
   // without an answer.
   bool wait_answer(uint64_t question, double limit_secs) const;
 
+  const World& world() const { return world_; }
+
   HostRecord& record() { return *record_; }
   static bool take_fault(HostRecord::Fault* fault, int64_t (&values)[8]);
 
@@ -74,6 +76,11 @@ class Exchange {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t followed_ = nullptr, led_ = nullptr;
 };
+
+// Memory that other processes of this machine can open.
+int64_t whole_pages(int64_t num_bytes);  // what is exported has pages of its own
+std::string export_memory(void* pointer);
+void* open_memory(const std::string& exported);
 
 // The current device, as other processes can name it, and whether its kernels can reach another one's memory.
 std::string pci_bus_id();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -147,6 +148,26 @@ def check_handle(
     """The handle was made over the same ranks, on this rank, with the experts where `placement` has them."""
     if not isinstance(handle, DispatchHandle):
         raise TypeError(f"handle is {type(handle).__name__}; give the handle that dispatch returned.")
+    check_origin(handle, ranks, rank, placement)
+
+
+class Routing(Protocol):
+    """What every handle says of where it was made; `placement` is a fingerprint."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def placement(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+
+
+def check_origin(
+    handle: Routing, ranks: tuple[int, ...], rank: int, placement: Callable[[int], ExpertPlacement]
+) -> None:
+    """The handle was made over the same ranks, on this rank, with the experts where `placement` has them."""
     if handle.ranks != ranks or handle.rank != rank:
         raise ValueError(
             f"the handle was made by rank {handle.rank} of an EP group of ranks {list(handle.ranks)}, this buffer is "

@@ -1,8 +1,9 @@
 """The low-latency mode of `Buffer` under DeepEP V1's names, arguments and return orders; not differentiable.
 
-The portable form, which says what the results are and not how fast they come: the rows of a call travel before it
-returns, and a hook only writes them to where the caller sees them. Row orders and sums are those of `moe_ep.dispatch`
-with layout "expert_major" and of `moe_ep.combine` with `exact=True`.
+Two forms with the same results. Where the backend has kernels for them (`moe_ep.low_latency_node`), nothing waits on
+the host. The portable form is here, which says what the results are and not how fast they come: the rows of a call
+travel before it returns, and a hook only writes them to where the caller sees them. Row orders and sums are those of
+`moe_ep.dispatch` with layout "expert_major" and of `moe_ep.combine` with `exact=True`.
 
 Letters: T tokens of this rank, H hidden, K slots a token, E experts, L of them local, W ranks, M the most tokens of a
 rank, N = W * M places an expert, R rows received, B = H / 128 scales a row.
@@ -13,16 +14,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_ep.backends.base import Backend, DispatchPlan
-from moe_ep.checks import check_handle, check_int
+from moe_ep.checks import check_handle, check_int, check_origin
 from moe_ep.dispatch_config import low_latency_rdma_size_hint
 from moe_ep.event import EventHandle, EventOverlap
+from moe_ep.handle import DispatchHandle
 from moe_ep.low_latency_checks import (
     CALLS,
     check_alike,
@@ -37,80 +39,21 @@ from moe_ep.low_latency_checks import (
 from moe_ep.low_latency_layout import (
     AS_GIVEN,
     LowLatencyHandle,
+    NodeRouting,
     empty_scales,
     encode,
     places_of,
     put_rows,
     without_ranks,
 )
+from moe_ep.low_latency_node import NodeCall, combine_on_node, dispatch_on_node
+from moe_ep.low_latency_state import LowLatencyState, ReceiveHook
 from moe_ep.placement import ExpertPlacement
 from moe_ep.survivors import among_the_living
-
-MAX_IN_FLIGHT = 2
 
 T = TypeVar("T")
 Hook = Callable[[], None]
 Received = Tensor | tuple[Tensor, Tensor]  # rows [L, N, H], or FP8 rows with their scales
-
-
-class ReceiveHook:
-    """Completes one low-latency call: writes what it received into its results. To be called once."""
-
-    def __init__(self, call: str, write: Callable[[], None], handle: LowLatencyHandle | None) -> None:
-        self.call = call
-        self.handle = handle
-        self._write: Callable[[], None] | None = write
-
-    @property
-    def has_run(self) -> bool:
-        return self._write is None
-
-    def __call__(self) -> None:
-        """Writes the results.
-
-        Raises:
-            RuntimeError: it has run before.
-        """
-        if self._write is None:
-            raise RuntimeError(f"this hook of {self.call} has already run; call each hook once.")
-        write, self._write = self._write, None
-        write()
-
-
-@dataclass
-class LowLatencyState:
-    """What a buffer remembers between low-latency calls.
-
-    Attributes:
-        enable_shrink: whether ranks may be masked.
-        masked: ranks of the group that this rank leaves out.
-        hooks: of calls whose results may be in flight.
-        combine_buffer: handed out by `get_next_low_latency_combine_buffer`, until a combine reads it.
-        num_calls: low-latency calls begun since the last reset, counted where ranks may be left out.
-    """
-
-    enable_shrink: bool
-    masked: set[int] = field(default_factory=set)
-    hooks: list[ReceiveHook] = field(default_factory=list)
-    combine_buffer: Tensor | None = None
-    num_calls: int = 0
-
-    def in_flight(self) -> list[ReceiveHook]:
-        self.hooks = [hook for hook in self.hooks if not hook.has_run]
-        return self.hooks
-
-    def check_room(self, call: str) -> None:
-        in_flight = self.in_flight()
-        if len(in_flight) >= MAX_IN_FLIGHT:
-            raise RuntimeError(
-                f"{call} was called while {len(in_flight)} results are in flight, those of "
-                f"{' and '.join(hook.call for hook in in_flight)}: their hooks have not run, and at most "
-                f"{MAX_IN_FLIGHT} may wait. Call one of the hooks first."
-            )
-
-    def check_shrink(self, call: str) -> None:
-        if not self.enable_shrink:
-            raise RuntimeError(f"{call} needs a buffer that may leave ranks out: construct it with enable_shrink=True.")
 
 
 class LowLatency(ABC):
@@ -159,6 +102,13 @@ class LowLatency(ABC):
 
         A rank may send one expert at most M rows; that is more than T only if a token names an expert twice.
 
+        Where the backend has kernels (intranode) nothing waits on the host, so ids cannot be refused at once: a bad id
+        counts as -1 and rows above M are not sent, the sums of their tokens are NaN, and `check()` or the next call
+        says so. Places without a row keep what memory held, results are unwritten until the hook runs, and a call that
+        needs the place of the result two calls before it is refused while that one's hook has not run. If ranks
+        disagree, or one refuses, all counts are 0, and `check()` says why. The first call of a size makes room and
+        meets the other ranks; it cannot be captured.
+
         Args:
             x: [T, H] bfloat16, any strides, T <= M. Without FP8 also float16 and float32.
             topk_idx: [T, K] int64 or int32, global expert ids, -1 for an unused slot. K in 1..64.
@@ -193,6 +143,11 @@ class LowLatency(ABC):
                 without it instead, and only a rank that was left out gets this.
         """
         backend, state, call, num_max = self.backend, self._low_latency, CALLS[0], num_max_dispatch_tokens_per_rank
+        if backend.low_latency is not None:
+            stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            how = NodeCall(backend.low_latency, state, self.check, async_finish, return_recv_hook)
+            fp8 = use_fp8, round_scale, use_ue8m0
+            return dispatch_on_node(how, x, topk_idx, num_max, lambda: self.placement(num_experts), stats, fp8)
         try:
             self.check()
             state.check_room(call)
@@ -292,6 +247,10 @@ class LowLatency(ABC):
                 without it instead, and only a rank that was left out gets this.
         """
         backend, state, call = self.backend, self._low_latency, CALLS[1]
+        if backend.low_latency is not None:
+            how = NodeCall(backend.low_latency, state, self.check, async_finish, return_recv_hook)
+            stats, checks = combine_wait_recv_cost_stats, (self._check_handle, self._combine_source)
+            return combine_on_node(how, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, stats, *checks)
         try:
             self.check()
             state.check_room(call)
@@ -307,6 +266,7 @@ class LowLatency(ABC):
 
         def exchange() -> tuple[list[int], Tensor]:
             closed = self._agree(1, handle.num_max_dispatch_tokens_per_rank, AS_GIVEN, x.device)
+            assert isinstance(handle.routing, DispatchHandle)
             routing = without_ranks(handle.routing, closed)
             backend.open_combine(routing, rows_RH, weights, exact=True, needs_grad=False)
             # The weights are known at home only, the sum is one of weighted rows: they follow the tokens' way first.
@@ -331,7 +291,8 @@ class LowLatency(ABC):
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """The tensor [L, N, H] that the next `low_latency_combine` with `zero_copy=True` reads. Local.
 
-        bfloat16 after an FP8 dispatch, the dtype of the rows otherwise; zeros at first. Until it is read, calls with
+        bfloat16 after an FP8 dispatch, the dtype of the rows otherwise; zeros at first, or unwritten where kernels
+        serve, which read every tensor where it lies. Until it is read, calls with
         handles of the same shape give the same tensor.
 
         Raises:
@@ -341,7 +302,8 @@ class LowLatency(ABC):
         state, device = self._low_latency, handle.src_info.device
         held = state.combine_buffer
         if held is None or (held.shape, held.dtype, held.device) != (handle.shape, handle.dtype, device):
-            state.combine_buffer = held = torch.zeros(handle.shape, dtype=handle.dtype, device=device)
+            make = torch.zeros if self.backend.low_latency is None else torch.empty
+            state.combine_buffer = held = make(handle.shape, dtype=handle.dtype, device=device)
         return held
 
     # -- buffer and mask --------------------------------------------------------------------------------------------
@@ -377,6 +339,9 @@ class LowLatency(ABC):
         check_int(rank_to_mask, "rank_to_mask")
         if not 0 <= rank_to_mask < self.group_size:
             raise ValueError(f"rank_to_mask is {rank_to_mask}; the group has the ranks 0..{self.group_size - 1}.")
+        if self.backend.low_latency is not None:
+            self.backend.low_latency.set_masked(rank_to_mask, mask)
+            return
         masked = self._low_latency.masked
         (masked.add if mask else masked.discard)(rank_to_mask)
 
@@ -389,6 +354,9 @@ class LowLatency(ABC):
         """
         self._low_latency.check_shrink("low_latency_query_mask_buffer")
         check_stats(mask_status, "mask_status", self.group_size, "int32")
+        if self.backend.low_latency is not None:
+            mask_status.copy_(self.backend.low_latency.mask != 0)
+            return
         left_out = self._left_out()
         mask_status.copy_(torch.tensor([rank in left_out for rank in range(self.group_size)]))
 
@@ -400,6 +368,8 @@ class LowLatency(ABC):
         """
         self._low_latency.check_shrink("low_latency_clean_mask_buffer")
         self._low_latency.masked.clear()
+        if self.backend.low_latency is not None:
+            self.backend.low_latency.unmask_all()
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -465,7 +435,16 @@ class LowLatency(ABC):
     def _check_handle(self, handle: LowLatencyHandle) -> None:
         if not isinstance(handle, LowLatencyHandle):
             raise TypeError(f"handle is {type(handle).__name__}; give the handle that low_latency_dispatch returned.")
-        check_handle(handle.routing, self.backend.ranks, self.backend.rank, self.placement)
+        origin = self.backend.ranks, self.backend.rank, self.placement
+        if isinstance(handle.routing, NodeRouting) != (self.backend.low_latency is not None):
+            raise ValueError(
+                f"the handle was made by another kind of backend than {self.backend.name!r}, which this buffer runs "
+                "on; combine with the buffer of the dispatch."
+            )
+        if isinstance(handle.routing, NodeRouting):
+            check_origin(handle.routing, *origin)
+        else:
+            check_handle(handle.routing, *origin)
         if any(hook.handle is handle for hook in self._low_latency.in_flight()):
             raise RuntimeError("the hook of the dispatch that made this handle has not run; call it first.")
 

@@ -23,6 +23,7 @@ from moe_ep.low_latency_layout import (
     FP8_UE8M0,
     UE8M0_PER_WORD,
     LowLatencyHandle,
+    NodeRouting,
 )
 from moe_ep.placement import ExpertPlacement
 
@@ -63,10 +64,10 @@ def row_format_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> int:
     return FP8_UE8M0 if use_ue8m0 else FP8_ROUNDED if round_scale else FP8
 
 
-def low_latency_request(
+def check_request(
     x: Tensor, topk_idx: Tensor, num_max: int, placement: ExpertPlacement, row_format: int
 ) -> DispatchRequest:
-    """A checked dispatch: T at most M, H that fits the format, no expert named more than M times."""
+    """A checked dispatch: T at most M, H that fits the format. Reads no ids."""
     check_tensor(x, "x")
     request = dispatch_request(
         x.detach(), topk_idx, None, placement, "expert_major", alignment=1, max_rows=None, num_channels=1
@@ -90,6 +91,14 @@ def low_latency_request(
             f"x has H = {hidden}; {FORMATS[row_format]} need H to be a multiple of {multiple}. Pad the rows, or give "
             "use_fp8=False."
         )
+    return replace(request, grad_enabled=True)  # no call of the low-latency mode has a backward
+
+
+def low_latency_request(
+    x: Tensor, topk_idx: Tensor, num_max: int, placement: ExpertPlacement, row_format: int
+) -> DispatchRequest:
+    """A checked dispatch, and no expert is named more than M times."""
+    request = check_request(x, topk_idx, num_max, placement, row_format)
     used = topk_idx[(topk_idx >= 0) & (topk_idx < placement.num_experts)]
     named_E = torch.bincount(used.long(), minlength=placement.num_experts)
     most = int(named_E.argmax())
@@ -99,7 +108,7 @@ def low_latency_request(
             f"{num_max}, and so many rows of one rank have a place there. Name an expert once a token, or raise it on "
             "every rank."
         )
-    return replace(request, grad_enabled=True)  # no call of the low-latency mode has a backward
+    return request
 
 
 def without_experts(topk_idx: Tensor, placement: ExpertPlacement, closed: Collection[int]) -> Tensor:
@@ -124,7 +133,9 @@ def check_combine(handle: LowLatencyHandle, x: Tensor, topk_idx: Tensor, out: Te
             f"{handle.src_info.device}; give the shape of what the dispatch returned."
         )
     check_tensor(topk_idx, "topk_idx")
-    if topk_idx.shape != handle.topk_idx.shape or not bool((topk_idx == handle.topk_idx).all()):
+    on_node = isinstance(handle.routing, NodeRouting)  # which holds what the ids say; nothing is read of the device
+    same_shape = topk_idx.shape == handle.topk_idx.shape
+    if not same_shape or not (on_node or bool((topk_idx == handle.topk_idx).all())):
         raise ValueError("topk_idx differs from the ids that made the handle; give those of its dispatch.")
     if out is None:
         return

@@ -12,18 +12,80 @@ rank 1, which owns expert 1, the N = 4 places hold (rank 0, token 0), (rank 0, t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from moe_ep.fp8 import UNIT_SCALE, quantize_1x128
 from moe_ep.handle import DispatchHandle
+from moe_ep.placement import ExpertPlacement
 
 # What travels. All ranks of a call must choose the same one.
 FORMATS = ("rows as given", "FP8", "FP8 with power-of-two scales", "FP8 with UE8M0 scales")
 AS_GIVEN, FP8, FP8_ROUNDED, FP8_UE8M0 = range(4)
 UE8M0_PER_WORD = 4
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """What must be alike on all ranks of a call.
+
+    Attributes:
+        hidden, num_topk, num_max: H, K, M.
+        row_format: index in `FORMATS`.
+        dtype: of the rows that are sent.
+        placement: owner of every expert.
+    """
+
+    hidden: int
+    num_topk: int
+    num_max: int
+    row_format: int
+    dtype: torch.dtype
+    placement: ExpertPlacement = field(hash=False)  # compared, but it takes long to hash
+
+    @property
+    def home_dtype(self) -> torch.dtype:
+        """Of the rows that come back."""
+        return self.dtype if self.row_format == AS_GIVEN else torch.bfloat16
+
+    @property
+    def num_scale_words(self) -> int:
+        """Scales of a row, or int32 with four of them."""
+        if self.row_format == AS_GIVEN:
+            return 0
+        return self.hidden // 128 // (UE8M0_PER_WORD if self.row_format == FP8_UE8M0 else 1)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeRouting:
+    """The routing of a dispatch that kernels made; known on the device only.
+
+    Attributes:
+        ranks, rank: global ranks of the EP group, this rank's place in it.
+        shape: of the call.
+        num_tokens: T.
+        row_places: [1 + W * M * K, 2] int32. First R; then, of each row, `local expert * N + place`, and the rank and
+            slot that it came from as `rank * M * K + token * K + slot`.
+        slot_rank: [T, K] int32, rank of the expert in each slot; -1 for none, -2 where the expert had M rows already.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    shape: CallShape
+    num_tokens: int
+    row_places: Tensor
+    slot_rank: Tensor
+
+    @property
+    def placement(self) -> int:
+        """Fingerprint of the expert placement."""
+        return self.shape.placement.fingerprint
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape.placement.num_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +100,10 @@ class LowLatencyHandle:
         layout_range: [L, W] int64, the rows from each rank: their count in the low 32 bits, the place of the first in
             the high 32 bits.
         num_max_dispatch_tokens_per_rank, hidden, num_experts: M, H, E.
-        routing: the dispatch in the words of every other exchange; its R rows are those in the places, in order.
-        row_slot: [R] int64, `local expert * N + place` of each row.
-        topk_idx: [T, K], a copy of the ids.
+        routing: the dispatch in the words of every other exchange, its R rows are those in the places, in order; or
+            what the kernels know of it.
+        row_slot: [R] int64, `local expert * N + place` of each row; empty where kernels made the handle.
+        topk_idx: [T, K], a copy of the ids; where kernels made the handle, the ids themselves.
         dtype: of the rows that come back: bfloat16 after FP8, that of the input otherwise.
     """
 
@@ -49,7 +112,7 @@ class LowLatencyHandle:
     num_max_dispatch_tokens_per_rank: int
     hidden: int
     num_experts: int
-    routing: DispatchHandle
+    routing: DispatchHandle | NodeRouting
     row_slot: Tensor
     topk_idx: Tensor
     dtype: torch.dtype

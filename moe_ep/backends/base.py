@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_ep.handle import DispatchHandle, Layout
 from moe_ep.placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from moe_ep.backends.node_low_latency import NodeLowLatency
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,10 @@ class Backend(Protocol):
     @property
     def stream(self) -> torch.cuda.Stream | None:
         """The stream of the kernels; None where calls run on the current one, or on the CPU."""
+
+    @property
+    def low_latency(self) -> NodeLowLatency | None:
+        """Kernels for the low-latency calls; None where those go through the methods below."""
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         """Opens a dispatch: exchanges headers, counts, ids and weights.

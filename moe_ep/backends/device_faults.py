@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from moe_ep.backends.base import DispatchRequest
-from moe_ep.backends.header import ERRORS, OPERATIONS, disagreement
+from moe_ep.backends.header import CALLS, ERRORS, OPERATIONS, disagreement
 from moe_ep.backends.node_header import GOES_ON_WORD, STATUS_WORD, Words, header_of, unpack
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.backends.plan import bad_id_sentence
@@ -124,7 +124,7 @@ class DeviceFaults:
         sentences = []
         for name, values in faults:
             if name == "timeout":
-                self._raise_timeout(OPERATIONS[values[5]] if 0 <= values[5] < len(OPERATIONS) else "a call")
+                self._raise_timeout(CALLS[values[5]] if 0 <= values[5] < len(CALLS) else "a call")
             elif name == "refused":
                 self._told = values[1]
                 sentences.append(str(self._error("a call", values[0], values[1], self._headers())))
@@ -133,6 +133,8 @@ class DeviceFaults:
                     f"dispatch received {values[0]} rows on EP rank {self._memory.rank}, max_rows is {values[1]}; its "
                     f"outputs are NaN. Give max_rows of at least {values[0]}, or leave it out."
                 )
+            elif name == "low_latency":
+                sentences.append(low_latency_sentence(values))
             else:
                 flat, value, num_topk, num_experts = values[:4]
                 sentences.append(bad_id_sentence(*divmod(flat, num_topk), value, num_experts))
@@ -187,7 +189,9 @@ class DeviceFaults:
 
     def _take_quietly(self) -> None:
         """A refusal that was raised at once is not reported again; what earlier calls left is, by `take`."""
-        self._seen += [fault for fault in self._exchange.take_faults() if fault[0] in ("overflow", "bad_idx")]
+        self._seen += [
+            fault for fault in self._exchange.take_faults() if fault[0] in ("overflow", "bad_idx", "low_latency")
+        ]
 
     def _raise_timeout(self, operation: str) -> NoReturn:
         values = next((values for name, values in self._exchange.take_faults() if name == "timeout"), None)
@@ -205,6 +209,28 @@ class DeviceFaults:
     def _die(self, sentence: str) -> NoReturn:
         self.stop(sentence)
         raise EPTimeoutError(sentence)
+
+
+def low_latency_sentence(values: Sequence[int]) -> str:
+    """What a low-latency call without a host wait has found: kind (csrc/low_latency.h), operation, three numbers."""
+    kind, operation, a, b, c = values[:5]
+    call = CALLS[operation]
+    if kind == 0:
+        return (
+            f"{call}: topk_idx of this rank names an expert (number {a} in the order of ranks) {b} times, but "
+            f"num_max_dispatch_tokens_per_rank is {c}; the rows above were not sent, and the sums of their tokens are "
+            "NaN. Name an expert once a token, or raise it on every rank."
+        )
+    if kind == 1:
+        return (
+            f"{call}: EP rank {a} is in another call than this rank, or disagrees on M, H, K, E, what travels or "
+            "expert_placement; nothing was received, and sums are NaN. Give every rank the same values and call the "
+            "operations in the same order; Buffer.reset() on every rank makes the buffer usable again."
+        )
+    return (
+        f"{call}: EP rank {a} refused the call, see its log; nothing was received, and sums are NaN. Ranks that have "
+        "begun further calls need Buffer.reset() on every rank."
+    )
 
 
 def _some_go_on(headers: Sequence[Words]) -> bool:

@@ -18,6 +18,7 @@ from moe_ep.handle import LAYOUTS
 
 PROTOCOL = 0x6D6F6501  # "moe", version 1
 OPERATIONS = ("dispatch", "dispatch backward", "combine", "combine backward", "all_reduce", "cached dispatch")
+CALLS = (*OPERATIONS, "low_latency_dispatch", "low_latency_combine")  # by number; the last two send no header
 DTYPES = (
     torch.float64,
     torch.float32,

@@ -7,6 +7,7 @@ once: they fill their outputs with NaN, and `take_faults` says why.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from moe_ep.backends.device_faults import GO
 from moe_ep.backends.header import DTYPES, NUM_MATCH_WORDS, OK, OPERATIONS, Header, dtype_number, status_of
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import pack
+from moe_ep.backends.node_low_latency import NodeLowLatency
 from moe_ep.backends.node_route import Route, route_of
 from moe_ep.backends.node_rows import Load, aligned, kind_of, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
@@ -42,6 +44,10 @@ class IntranodeBackend(NodeCalls):
     """
 
     name = "intranode"
+
+    @functools.cached_property
+    def low_latency(self) -> NodeLowLatency:
+        return NodeLowLatency(self._memory, self._kernels, self._faults, self._device, self._stream)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -339,6 +345,8 @@ class IntranodeBackend(NodeCalls):
         return self._faults.take()
 
     def reset(self) -> None:
+        if self._uses_low_latency:  # whose kernels run on the caller's streams
+            torch.cuda.synchronize(self._device)
         self._synchronize()
         try:
             with torch.cuda.device(self._device):
@@ -349,6 +357,17 @@ class IntranodeBackend(NodeCalls):
         self._faults.forget()
         self._unsettled = None
         self._num_calls = 0
+        if self._uses_low_latency:
+            self.low_latency.reset()
+
+    def close(self) -> None:
+        if self._uses_low_latency and not self._closed:
+            self.low_latency.close()
+        super().close()
+
+    @property
+    def _uses_low_latency(self) -> bool:
+        return "low_latency" in self.__dict__
 
     @property
     def members(self) -> tuple[int, ...]:

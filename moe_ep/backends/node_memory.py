@@ -264,6 +264,14 @@ class NodeMemory:
         if self._gathering is not None:
             within(STORE_SECS, lambda: self._store.set(f"{name}/{self.rank}", text))
 
+    def gather(self, name: str, text: str) -> list[str]:
+        """Every rank's text, in rank order, under a name that is used once. Collective, a barrier too.
+
+        Raises:
+            EPTimeoutError: a rank did not come.
+        """
+        return self._gather(name, text, self.timeout_secs)
+
     def close(self) -> None:
         self.exchange.close_segments()
 

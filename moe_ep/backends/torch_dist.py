@@ -60,6 +60,11 @@ class TorchDistBackend:
         """Calls run on the current stream."""
         return None
 
+    @property
+    def low_latency(self) -> None:
+        """No kernels of its own."""
+        return None
+
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:

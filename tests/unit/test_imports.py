@@ -13,6 +13,7 @@ PACKAGE = ROOT / "moe_ep"
 # `checks` looks at what callers hand to a buffer before a backend sees it.
 FLOORS = {"layers": 5, "autograd": 4, "buffer": 3, "checks": 3, "backends": 2, "_native": 1, "_C": 1}
 FLOORS |= {"normal_mode": 3, "low_latency": 3, "low_latency_checks": 3, "survivors": 3}  # the parts of Buffer
+FLOORS |= {"low_latency_node": 3}
 # Every other module is a leaf (errors, config, fp8, reference ...): it imports leaves and the kernels only ...
 LEAF_FLOOR = 1
 # ... except what stands above the layers: it imports everything, and nothing below imports it.

@@ -1,0 +1,1 @@
+"""Parts of examples/low_latency_decode.py."""
