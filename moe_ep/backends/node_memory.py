@@ -75,7 +75,7 @@ class Gathering:
         )
 
 
-def _host() -> str:
+def host_id() -> str:
     """This machine as long as it runs: the kernel's boot number, which containers on it share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
@@ -87,7 +87,7 @@ def why_unavailable(group: dist.ProcessGroup | None, timeout_secs: float) -> str
     Collective over the group.
     """
     kernels = load()
-    problem, facts = "", {"host": _host(), "pci": ""}
+    problem, facts = "", {"host": host_id(), "pci": ""}
     if kernels is None:
         problem = "this install has no CUDA kernels, because no nvcc was found when it was made"
     elif not torch.cuda.is_available():
