@@ -44,4 +44,7 @@ void bind_fp8_kernels(pybind11::module_& module);
 // bind_intranode.cpp: Exchange, the kernels of the intranode backend with the memory that they share.
 void bind_intranode(pybind11::module_& module);
 
+// bind_rail.cpp: what goes on between nodes.
+void bind_rails(pybind11::module_& module);
+
 }  // namespace moe_ep
