@@ -88,7 +88,7 @@ class InternodeBackend(TorchDistBackend):
         token_D, ids_DK, weights_DK = unpack_ids(self._hop(words, counts, arrivals, "dispatch"), handle.num_topk, dtype)
 
         relays = send_layout(ids_DK, request.placement)
-        route = route_between(handle, self.topology, departures, arrivals, relays.slot_rank)
+        route = route_between(handle, self.topology, departures, arrivals, token_D, relays.slot_rank)
         handle.prepared[self._route_name] = route
         words = pack_ids(token_D[relays.send_token], *rows_for_peers(relays, weights_DK))
         came = self._within(words, route.relay_sends, route.relay_recvs, "dispatch")
@@ -112,9 +112,10 @@ class InternodeBackend(TorchDistBackend):
             with self._agreement.committed(operation):
                 departures = departures_of(handle.slot_rank, self.topology)
                 arrivals = self._arrivals(departures.counts)
-                slot_rank_CK = handle.slot_rank.index_select(0, departures.token)
-                slot_rank_DK = self._hop(slot_rank_CK.int(), departures.counts, arrivals, operation).long()
-                route = route_between(handle, self.topology, departures, arrivals, slot_rank_DK)
+                words = pack_ids(departures.token, handle.slot_rank.index_select(0, departures.token), None)
+                arrived = self._hop(words, departures.counts, arrivals, operation)
+                token_D, slot_rank_DK, _ = unpack_ids(arrived, handle.num_topk, None)
+                route = route_between(handle, self.topology, departures, arrivals, token_D, slot_rank_DK)
                 handle.prepared[self._route_name] = route
         return headers
 

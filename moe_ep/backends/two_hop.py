@@ -51,6 +51,7 @@ class TwoHopRoute:
     Attributes:
         departures: of the first hop.
         arrivals: N counts of the D rows that come along the rail, by the node that they come from.
+        token: [D] source token of these.
         slot_rank: [D, K] rank of the expert in each slot of these, -1 where it is not in this node.
         relay_row: arrived row of every row of the second hop, ascending in (rank of this node, arrived row).
         relay_sends, relay_recvs: P counts of the second hop, to and from the ranks of this node.
@@ -59,6 +60,7 @@ class TwoHopRoute:
 
     departures: Departures
     arrivals: tuple[int, ...]
+    token: Tensor
     slot_rank: Tensor
     relay_row: Tensor
     relay_sends: tuple[int, ...]
@@ -85,7 +87,12 @@ class TwoHopRoute:
 
 
 def route_between(
-    handle: DispatchHandle, topology: Topology, departures: Departures, arrivals: Sequence[int], slot_rank_DK: Tensor
+    handle: DispatchHandle,
+    topology: Topology,
+    departures: Departures,
+    arrivals: Sequence[int],
+    token_D: Tensor,
+    slot_rank_DK: Tensor,
 ) -> TwoHopRoute:
     """The route of a dispatch, from what came along the rail.
 
@@ -94,6 +101,7 @@ def route_between(
         topology: of the group.
         departures: of this rank.
         arrivals: N counts of the rows that came.
+        token_D: their source tokens.
         slot_rank_DK: rank of the expert in each of their slots; ranks of other nodes do not count.
     """
     peers = topology.ranks_of(topology.node_of(handle.rank))
@@ -102,6 +110,7 @@ def route_between(
     return TwoHopRoute(
         departures=departures,
         arrivals=tuple(arrivals),
+        token=token_D.long(),
         slot_rank=slot_rank_DK.masked_fill(~in_node, -1),
         relay_row=goes_PD.nonzero()[:, 1].clone(),
         relay_sends=tuple(goes_PD.sum(dim=1).tolist()),
