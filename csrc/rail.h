@@ -32,7 +32,7 @@ struct RailState {
 struct Rail {
   int node;
   int num_nodes;
-  int64_t flow_bytes;  // what goes from one node to another in a round, at most
+  int64_t flow_bytes;  // room for what goes from one node to another in a round
   char* block;         // of this rank
   RailState* state;
   // Of the exchange inside the node: a wait here that fails is a failure of the call there.
@@ -41,15 +41,16 @@ struct Rail {
   uint64_t timeout_ns;
 };
 
-inline __host__ __device__ int64_t rail_inbox(const Rail& rail, int slot, int node) {
-  return static_cast<int64_t>(sizeof(RailSignals)) + (slot * rail.num_nodes + node) * rail.flow_bytes;
+// Where a slot begins in the block. A round lays the flows of all nodes side by side in it, by the bytes that it says.
+inline __host__ __device__ int64_t rail_inbox(const Rail& rail, int slot) {
+  return static_cast<int64_t>(sizeof(RailSignals)) + slot * rail.num_nodes * rail.flow_bytes;
 }
 
-inline __host__ __device__ int64_t rail_outbox(const Rail& rail, int slot, int node) {
-  return rail_inbox(rail, kHopSlots + slot, node);
+inline __host__ __device__ int64_t rail_outbox(const Rail& rail, int slot) {
+  return rail_inbox(rail, kHopSlots + slot);
 }
 
-inline __host__ __device__ int64_t rail_block_bytes(const Rail& rail) { return rail_inbox(rail, 2 * kHopSlots, 0); }
+inline __host__ __device__ int64_t rail_block_bytes(const Rail& rail) { return rail_inbox(rail, 2 * kHopSlots); }
 
 // One round of a call, numbered from 0 within it. Its last round ends the call: the rounds count on by its number + 1.
 struct RailRound {
@@ -57,6 +58,7 @@ struct RailRound {
   int num_rounds;
   int64_t operation;         // for the record
   int64_t row_bytes;         // of all that travels with a token, side by side; a multiple of 16
+  int64_t flow_bytes;        // from the rows of one node to those of the next; a multiple of 16, at most the rail's
   const int32_t* first_out;  // [N * num_rounds + 1] of the departures: where those to a node in a round begin
   const int32_t* num_in;     // [N, num_rounds] rows that come
 };
@@ -83,11 +85,12 @@ class RailTransport {
   virtual void take(const RailRound& round, cudaStream_t stream) = 0;
   // Round 0 of a generation, which must be the same on all ranks of the rail. None of its kernels may be running.
   void begin_generation(uint32_t generation);
+  // The exchange inside the node whose calls fail where a wait here does, and the limit of every wait.
+  void watch(uintptr_t node_state, uintptr_t record, double timeout_secs);
   const Rail& rail() const { return rail_; }
 
  protected:
   RailTransport(int node, int num_nodes, int64_t flow_bytes);
-  void watch(uintptr_t node_state, uintptr_t record, double timeout_secs);
 
   Rail rail_;
 };

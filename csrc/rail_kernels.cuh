@@ -1,9 +1,8 @@
 // The kernels of a rail, for any hop. A hop is how a kernel reaches the ranks of its rail:
 //
 //   put_signal(node, to, from, num_bytes, signal, value)   by a whole block: bytes of this rank's block to offset `to`
-//   of
-//       the block of `node`, and behind them `value` to its signal at offset `signal`. `from` may be written again once
-//       the other side has answered.
+//       of the block of `node`, and behind them `value` to its signal at offset `signal`. `from` may be written again
+//       once the other side has answered.
 //   signal(node, signal, value)                            by one thread: the signal alone.
 //   seen(word)                                             by one thread: a signal of this rank's block; what was put
 //       before the value that it returns is there.
@@ -63,13 +62,16 @@ __device__ bool rail_wait_signal(const Rail& rail, const Hop& hop, const RailRou
   }
 }
 
-// By one thread: until `node` has taken the round that used this one's slot before.
+// By a whole block: until every node has taken the round that used this one's slot before; false where one did not.
 template <typename Hop>
-__device__ bool rail_wait_free(const Rail& rail, const Hop& hop, const RailRound& round, const RailTurn& turn,
-                               int node) {
+__device__ bool rail_wait_free(const Rail& rail, const Hop& hop, const RailRound& round, const RailTurn& turn) {
   RailSignals* signals = reinterpret_cast<RailSignals*>(rail.block);
-  return turn.round < kHopSlots || rail_wait_signal(rail, hop, round, node, kWaitRoundTaken, &signals->taken[node],
+  bool is_free = !rail_failed(rail);
+  for (int node = threadIdx.x; node < rail.num_nodes && is_free && turn.round >= kHopSlots; node += blockDim.x) {
+    is_free = node == rail.node || rail_wait_signal(rail, hop, round, node, kWaitRoundTaken, &signals->taken[node],
                                                     tag_of(turn.generation, turn.round - kHopSlots));
+  }
+  return __syncthreads_and(is_free) != 0;
 }
 
 __device__ inline int64_t rows_of_chunk(int64_t num_rows) { return (num_rows + kHopChunks - 1) / kHopChunks; }
@@ -95,10 +97,13 @@ template <typename Hop>
 __global__ void __launch_bounds__(kRailThreads, 1)
     moe_ep_rail_send(const __grid_constant__ Rail rail, const __grid_constant__ Hop hop,
                      const __grid_constant__ RailRound round, const __grid_constant__ RailRows in) {
-  __shared__ bool shared_free;
   const RailTurn turn = rail_turn(rail, round);
   RailSignals* signals = reinterpret_cast<RailSignals*>(rail.block);
   const int others = rail.num_nodes - 1;
+  // Of all nodes: the last round in this slot may have laid its flows out otherwise.
+  if (!rail_wait_free(rail, hop, round, turn)) {
+    return;
+  }
   for (int item = blockIdx.x; item < others * kHopChunks; item += gridDim.x) {
     const int node = (rail.node + 1 + item % others) % rail.num_nodes, chunk = item / others;
     const int32_t* first = round.first_out + node * round.num_rounds + round.number;
@@ -107,23 +112,16 @@ __global__ void __launch_bounds__(kRailThreads, 1)
     if (count == 0) {
       continue;
     }
-    if (threadIdx.x == 0) {
-      shared_free = !rail_failed(rail) && rail_wait_free(rail, hop, round, turn, node);
-    }
-    __syncthreads();
-    if (!shared_free) {
-      return;
-    }
     const int64_t offset = begin * round.row_bytes;
-    char* from = rail.block + rail_outbox(rail, turn.slot, node) + offset;
+    char* from = rail.block + rail_outbox(rail, turn.slot) + node * round.flow_bytes + offset;
     if (in.token != nullptr) {
       gather_rows(in, in.token + first[0] + begin, count, round.row_bytes, from);
     }
     __threadfence_system();  // a network card reads the outbox
     __syncthreads();
     const int64_t signal = reinterpret_cast<char*>(&signals->arrived[turn.slot][rail.node][chunk]) - rail.block;
-    hop.put_signal(node, rail_inbox(rail, turn.slot, rail.node) + offset, from, count * round.row_bytes, signal,
-                   turn.tag);
+    const int64_t to = rail_inbox(rail, turn.slot) + rail.node * round.flow_bytes + offset;
+    hop.put_signal(node, to, from, count * round.row_bytes, signal, turn.tag);
     __syncthreads();
   }
 }
@@ -131,12 +129,7 @@ __global__ void __launch_bounds__(kRailThreads, 1)
 template <typename Hop>
 __global__ void moe_ep_rail_wait_free(const __grid_constant__ Rail rail, const __grid_constant__ Hop hop,
                                       const __grid_constant__ RailRound round) {
-  const RailTurn turn = rail_turn(rail, round);
-  for (int node = threadIdx.x; node < rail.num_nodes; node += blockDim.x) {
-    if (node != rail.node) {
-      rail_wait_free(rail, hop, round, turn, node);
-    }
-  }
+  rail_wait_free(rail, hop, round, rail_turn(rail, round));
 }
 
 template <typename Hop>

@@ -10,9 +10,10 @@ from typing import Protocol, cast
 from moe_ep._native_exchange import ExchangeKernels
 from moe_ep._native_fp8 import Fp8Kernels
 from moe_ep._native_layer import LayerKernels
+from moe_ep._native_rail import RailKernels
 
 
-class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, Protocol):
+class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, RailKernels, Protocol):
     """What `moe_ep._C` offers. Pointers and streams are integers (`Tensor.data_ptr()`, `Stream.cuda_stream`).
 
     The contract of each function (shapes, dtypes, ownership, order) is in the header of its launch function in csrc/.

@@ -22,12 +22,15 @@ class NativeRail(Protocol):
 
     block: int
     block_bytes: int
+    flow_bytes: int
 
-    def inbox(self, slot: int, node: int) -> int:
-        """Where in the block the rows from a node come in, bytes."""
+    def inbox(self, slot: int) -> int:
+        """Where in the block the rows of a slot come in, node after node, bytes."""
 
-    def outbox(self, slot: int, node: int) -> int:
-        """Where in the block the rows to a node set out, bytes."""
+    def outbox(self, slot: int) -> int:
+        """Where in the block the rows of a slot set out, node after node, bytes."""
+
+    def watch(self, *, node_state: int, record: int, timeout_secs: float) -> None: ...
 
     def begin_generation(self, generation: int) -> None: ...
 
@@ -65,7 +68,15 @@ class RailKernels(Protocol):
     max_nodes: int
 
     def RailRound(
-        self, *, number: int, num_rounds: int, operation: int, row_bytes: int, first_out: int, num_in: int
+        self,
+        *,
+        number: int,
+        num_rounds: int,
+        operation: int,
+        row_bytes: int,
+        flow_bytes: int,
+        first_out: int,
+        num_in: int,
     ) -> NativeRound: ...
 
     def IpcRail(
@@ -100,7 +111,15 @@ class NvshmemKernels(Protocol):
     def register_kernels(self) -> None: ...
 
     def RailRound(
-        self, *, number: int, num_rounds: int, operation: int, row_bytes: int, first_out: int, num_in: int
+        self,
+        *,
+        number: int,
+        num_rounds: int,
+        operation: int,
+        row_bytes: int,
+        flow_bytes: int,
+        first_out: int,
+        num_in: int,
     ) -> NativeRound: ...
 
     def NvshmemRail(

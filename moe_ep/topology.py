@@ -8,7 +8,7 @@ group. The ranks of a node stand one after the other, so that ascending ranks ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from moe_ep.errors import ConfigError
@@ -38,10 +38,12 @@ class Topology:
     Attributes:
         world_size: W.
         ranks_per_node: a divisor of W.
+        is_one_host: whether all ranks are on one machine, nodes or not.
     """
 
     world_size: int
     ranks_per_node: int
+    is_one_host: bool = field(default=True, compare=False)
 
     @property
     def num_nodes(self) -> int:
@@ -79,14 +81,15 @@ def topology_of(facts: Sequence[RankFacts]) -> Topology:
             f"ranks_per_node is {asked} on EP rank 0 and {facts[other].ranks_per_node} on EP rank {other}; give every "
             "rank the same number, or none."
         )
+    is_one_host = len({fact.host for fact in facts}) == 1
     if asked is None:
-        return Topology(world, _ranks_per_host(facts))
+        return Topology(world, _ranks_per_host(facts), is_one_host)
     if asked < 1 or world % asked:
         raise ConfigError(
             f"ranks_per_node is {asked}, but the EP group has {world} ranks; give a divisor of {world}, or leave it "
             "out to go by hosts."
         )
-    return Topology(world, asked)
+    return Topology(world, asked, is_one_host)
 
 
 def _ranks_per_host(facts: Sequence[RankFacts]) -> int:

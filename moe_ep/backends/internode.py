@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.backends.base import DispatchRequest
-from moe_ep.backends.discovery import discover
 from moe_ep.backends.header import Header
 from moe_ep.backends.rows import pack_ids, pairs_by, slots_of, unpack_ids
 from moe_ep.backends.torch_dist import TorchDistBackend
@@ -28,6 +27,7 @@ from moe_ep.backends.two_hop import TwoHopRoute, departures_of, rail_order, rail
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import SendLayout, rows_for_peers, send_layout
+from moe_ep.topology import Topology
 
 
 @dataclass
@@ -49,21 +49,21 @@ class InternodeBackend(TorchDistBackend):
     Args:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait.
-        ranks_per_node: ranks that make a node, one after the other; None: those on one host.
+        topology: the nodes.
+        on_host: the collectives carry CPU tensors, whatever `group` carries.
 
     Attributes:
         topology: the nodes.
         crossings: counts what this rank sends to other nodes.
-
-    Raises:
-        ConfigError: nodes of unequal size, or `ranks_per_node` that does not fit; the same sentence on every rank.
     """
 
     name = "internode"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, ranks_per_node: int | None = None) -> None:
-        self.topology = discover(group, ranks_per_node, timeout_secs)
-        super().__init__(group, timeout_secs)
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_secs: float, topology: Topology, on_host: bool = False
+    ) -> None:
+        self.topology = topology
+        super().__init__(group, timeout_secs, on_host)
         self.crossings = Crossings()
         self._node, self._rail = self.topology.node_of(self.rank), self.topology.rail_of(self.rank)
         self._route_name = f"{self.name}/{self.topology.ranks_per_node}"
@@ -110,14 +110,19 @@ class InternodeBackend(TorchDistBackend):
         headers = super()._open(operation, handle, rows, weights, exact, needs_grad)
         if any(peer.lacks_route for peer in headers):
             with self._agreement.committed(operation):
-                departures = departures_of(handle.slot_rank, self.topology)
+                planned = self._for_planning(handle)
+                departures = departures_of(planned.slot_rank, self.topology)
                 arrivals = self._arrivals(departures.counts)
-                words = pack_ids(departures.token, handle.slot_rank.index_select(0, departures.token), None)
+                words = pack_ids(departures.token, planned.slot_rank.index_select(0, departures.token), None)
                 arrived = self._hop(words, departures.counts, arrivals, operation)
                 token_D, slot_rank_DK, _ = unpack_ids(arrived, handle.num_topk, None)
-                route = route_between(handle, self.topology, departures, arrivals, token_D, slot_rank_DK)
+                route = route_between(planned, self.topology, departures, arrivals, token_D, slot_rank_DK)
                 handle.prepared[self._route_name] = route
         return headers
+
+    def _for_planning(self, handle: DispatchHandle) -> DispatchHandle:
+        """The handle with its tensors where routes are worked out."""
+        return handle
 
     def _route(self, handle: DispatchHandle) -> TwoHopRoute:
         route: TwoHopRoute = handle.prepared[self._route_name]

@@ -338,18 +338,6 @@ class IntranodeBackend(NodeCalls):
     def take_faults(self) -> list[str]:
         return self._faults.take()
 
-    def reset(self) -> None:
-        self._synchronize()
-        try:
-            with torch.cuda.device(self._device):
-                self._memory.reset()
-        except RuntimeError as error:  # the others may have a new generation by now
-            self._faults.stop(str(error))
-            raise
-        self._faults.forget()
-        self._unsettled = None
-        self._num_calls = 0
-
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(range(len(self.ranks)))

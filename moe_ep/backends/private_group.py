@@ -37,14 +37,15 @@ class PrivateGroup:
         group: the caller's group, of at least two ranks.
         timeout_secs: limit of every wait. Past it, or when a connection breaks, `EPTimeoutError` is raised, and
             every later call raises it at once until `reopen`.
+        on_host: carry CPU tensors, whatever the caller's group carries.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_secs: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_secs: float, on_host: bool = False) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.generation = 0
         self.timeout_secs = timeout_secs
-        self.uses_cuda = "nccl" in str(dist.get_backend_config(group))
+        self.uses_cuda = not on_host and "nccl" in str(dist.get_backend_config(group))
         self._dead: str | None = None
         self._closed: str | None = None
         self._num_calls = 0

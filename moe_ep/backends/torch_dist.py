@@ -39,13 +39,14 @@ class TorchDistBackend:
     Args:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait.
+        on_host: the collectives carry CPU tensors, whatever `group` carries.
     """
 
     name = "torch"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, on_host: bool = False) -> None:
         alone = group is None or dist.get_world_size(group) == 1
-        self._group = None if alone or group is None else PrivateGroup(group, timeout_secs)
+        self._group = None if alone or group is None else PrivateGroup(group, timeout_secs, on_host)
         if self._group is not None:
             self.ranks, self.rank = self._group.ranks, self._group.rank
         else:

@@ -27,9 +27,10 @@ class RailOfTest:
         kernels: Any = require()
         self.exchange = kernels.Exchange(rank=0, size=1, timeout_secs=timeout_secs)
         self.exchange.begin_generation(1)
+        self.flow_bytes = most_rows * ROW_BYTES  # of a round; the rail's are rounded up
         common = {
             "node": self.node,
-            "flow_bytes": -(-most_rows * ROW_BYTES // 256) * 256,
+            "flow_bytes": -(-self.flow_bytes // 256) * 256,
             "node_state": self.exchange.state_address,
             "record": self.exchange.record_address,
             "timeout_secs": timeout_secs,
@@ -61,7 +62,7 @@ class RailOfTest:
 
     def inbox(self, slot: int, node: int, num_rows: int) -> torch.Tensor:
         """[num_rows, ROW_BYTES] bytes, copied."""
-        first = self.rail.inbox(slot, node)
+        first = self.rail.inbox(slot) + node * self.flow_bytes
         return self.block[first : first + num_rows * ROW_BYTES].view(num_rows, ROW_BYTES).clone()
 
 
@@ -110,6 +111,7 @@ def rounds_arrive(group: dist.ProcessGroup, transport: str, num_rounds: int, mos
                 num_rounds=num_rounds,
                 operation=0,
                 row_bytes=ROW_BYTES,
+                flow_bytes=rail.flow_bytes,
                 first_out=first_out.data_ptr(),
                 num_in=num_in.data_ptr(),
             )
@@ -149,6 +151,7 @@ def silence_is_reported(group: dist.ProcessGroup, transport: str) -> list[tuple[
         num_rounds=2,
         operation=2,
         row_bytes=ROW_BYTES,
+        flow_bytes=rail.flow_bytes,
         first_out=first_out.data_ptr(),
         num_in=num_in.data_ptr(),
     )
