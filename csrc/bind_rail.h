@@ -57,6 +57,7 @@ void bind_rail(pybind11::class_<Rail>& bound) {
   bound.def("outbox", [](const Rail& rail, int slot) { return rail_outbox(rail.rail(), slot); });
   bound.def_property_readonly("flow_bytes", [](const Rail& rail) { return rail.rail().flow_bytes; });
   bound.def("watch", &Rail::watch, py::kw_only(), py::arg("node_state"), py::arg("record"), py::arg("timeout_secs"));
+  bound.def("sent_bytes", &Rail::sent_bytes, no_gil);
   bound.def("begin_generation", &Rail::begin_generation, py::arg("generation"));
   bound.def(
       "send",

@@ -25,9 +25,16 @@ void RailTransport::watch(uintptr_t node_state, uintptr_t record, double timeout
 }
 
 void RailTransport::begin_generation(uint32_t generation) {
-  const RailState state = {generation, 0};
+  const RailState state = {generation, 0, 0};
   check_cuda(cudaMemcpy(rail_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "internode: a new generation");
   check_cuda(cudaStreamSynchronize(nullptr), "internode: a new generation");
+}
+
+uint64_t RailTransport::sent_bytes() const {
+  RailState state;
+  check_cuda(cudaDeviceSynchronize(), "internode: waiting for the rail");
+  check_cuda(cudaMemcpy(&state, rail_.state, sizeof(state), cudaMemcpyDeviceToHost), "internode: reading the state");
+  return state.sent_bytes;
 }
 
 }  // namespace moe_ep

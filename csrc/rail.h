@@ -26,7 +26,8 @@ struct RailSignals {
 // is known before it runs.
 struct RailState {
   uint32_t generation;
-  uint32_t round;  // the first of the next call
+  uint32_t round;                 // the first of the next call
+  unsigned long long sent_bytes;  // rows put to other nodes, of all calls so far
 };
 
 struct Rail {
@@ -85,6 +86,8 @@ class RailTransport {
   virtual void take(const RailRound& round, cudaStream_t stream) = 0;
   // Round 0 of a generation, which must be the same on all ranks of the rail. None of its kernels may be running.
   void begin_generation(uint32_t generation);
+  // Bytes of rows put to other nodes in this generation; waits for the device.
+  uint64_t sent_bytes() const;
   // The exchange inside the node whose calls fail where a wait here does, and the limit of every wait.
   void watch(uintptr_t node_state, uintptr_t record, double timeout_secs);
   const Rail& rail() const { return rail_; }

@@ -122,6 +122,9 @@ __global__ void __launch_bounds__(kRailThreads, 1)
     const int64_t signal = reinterpret_cast<char*>(&signals->arrived[turn.slot][rail.node][chunk]) - rail.block;
     const int64_t to = rail_inbox(rail, turn.slot) + rail.node * round.flow_bytes + offset;
     hop.put_signal(node, to, from, count * round.row_bytes, signal, turn.tag);
+    if (threadIdx.x == 0) {
+      atomicAdd(&rail.state->sent_bytes, static_cast<unsigned long long>(count * round.row_bytes));
+    }
     __syncthreads();
   }
 }

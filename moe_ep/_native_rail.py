@@ -34,6 +34,9 @@ class NativeRail(Protocol):
 
     def begin_generation(self, generation: int) -> None: ...
 
+    def sent_bytes(self) -> int:
+        """Bytes of rows put to other nodes since then; the host waits for the device."""
+
     def send(
         self, round: NativeRound, rows: Sequence[tuple[int, int, int]], token: int, num_sms: int, stream: int
     ) -> None:

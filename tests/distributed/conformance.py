@@ -55,12 +55,15 @@ def check_routing(
     exact: bool = False,
     device: str = "cpu",
     ranks_per_node: int | None = None,
+    hop: str = "auto",
 ) -> None:
     """`check_round_trip` for a named routing, with one expert more than two a rank."""
     world = dist.get_world_size(group)
     num_experts = 2 * world + 1
     inputs = make_inputs(routing, tokens, world, HIDDEN, NUM_TOPK, num_experts, dtype)
-    check_round_trip(group, backend, layout, inputs, num_experts, alignment, idx_dtype, exact, device, ranks_per_node)
+    check_round_trip(
+        group, backend, layout, inputs, num_experts, alignment, idx_dtype, exact, device, ranks_per_node, hop
+    )
 
 
 def check_round_trip(
@@ -74,6 +77,7 @@ def check_round_trip(
     exact: bool = False,
     device: str = "cpu",
     ranks_per_node: int | None = None,
+    hop: str = "auto",
 ) -> None:
     """Forward bits, counts and order; combine bits; dx bits; dw against float64. The oracle runs on the CPU.
 
@@ -87,7 +91,7 @@ def check_round_trip(
     x.requires_grad_()
     weights.requires_grad_()
     nodes = ranks_per_node or 1
-    with moe_ep.Buffer(group, backend=backend, timeout_secs=20, ranks_per_node=ranks_per_node) as buffer:
+    with moe_ep.Buffer(group, backend=backend, timeout_secs=20, ranks_per_node=ranks_per_node, hop=hop) as buffer:
         out = moe_ep.dispatch(
             buffer, x, idx.to(idx_dtype), weights, num_experts=num_experts, layout=layout, alignment=alignment
         )
