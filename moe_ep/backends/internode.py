@@ -50,7 +50,7 @@ class InternodeBackend(TorchDistBackend):
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait.
         topology: the nodes.
-        on_host: the collectives carry CPU tensors, whatever `group` carries.
+        on_host: the collectives go through the host, whatever `group` carries.
 
     Attributes:
         topology: the nodes.
@@ -110,19 +110,14 @@ class InternodeBackend(TorchDistBackend):
         headers = super()._open(operation, handle, rows, weights, exact, needs_grad)
         if any(peer.lacks_route for peer in headers):
             with self._agreement.committed(operation):
-                planned = self._for_planning(handle)
-                departures = departures_of(planned.slot_rank, self.topology)
+                departures = departures_of(handle.slot_rank, self.topology)
                 arrivals = self._arrivals(departures.counts)
-                words = pack_ids(departures.token, planned.slot_rank.index_select(0, departures.token), None)
+                words = pack_ids(departures.token, handle.slot_rank.index_select(0, departures.token), None)
                 arrived = self._hop(words, departures.counts, arrivals, operation)
                 token_D, slot_rank_DK, _ = unpack_ids(arrived, handle.num_topk, None)
-                route = route_between(planned, self.topology, departures, arrivals, token_D, slot_rank_DK)
+                route = route_between(handle, self.topology, departures, arrivals, token_D, slot_rank_DK)
                 handle.prepared[self._route_name] = route
         return headers
-
-    def _for_planning(self, handle: DispatchHandle) -> DispatchHandle:
-        """The handle with its tensors where routes are worked out."""
-        return handle
 
     def _route(self, handle: DispatchHandle) -> TwoHopRoute:
         route: TwoHopRoute = handle.prepared[self._route_name]

@@ -1,14 +1,14 @@
 """The backend between nodes on kernels: rails over CUDA IPC or NVSHMEM, and the exchange inside a node.
 
-Who sends what is worked out on the host, by collectives on CPU tensors, as `moe_ep.backends.internode` does it; so the
-ranks agree on every call on the host too, before it starts. Rows and gradients move on the device, without a wait of
-the host: `moe_ep.backends.two_hop_calls`. An `exact` combine has no kernels here and goes through the host.
+Who sends what is worked out as `moe_ep.backends.internode` does it: on the device, by collectives that go through the
+host; so the ranks agree on every call on the host too, before it starts. Rows and gradients move on the device, without
+a wait of the host: `moe_ep.backends.two_hop_calls`. The rows of an `exact` combine, which has no kernels here, go
+through the host as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,13 +31,10 @@ from moe_ep.backends.two_hop_calls import TwoHopCalls
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import DispatchHandle
 from moe_ep.ordered_sum import accumulation_dtype
-from moe_ep.placement import ExpertPlacement
 from moe_ep.topology import Topology
 
 STAGING_BYTES = 256 << 20  # of a rank's rail, whatever the calls need
-# Under which a handle keeps its copy on the host, its rounds, and `_NotHere`.
-_HOST, _ROUNDS, _NOT_HERE = "internode/host", "internode/rounds", "internode/not-here"
-_TENSORS = ("slot_rank", "send_token", "recv_token", "row_pair", "geometry", "token_row", "pair_row")
+_ROUNDS, _NOT_HERE = "internode/rounds", "internode/not-here"  # under which a handle keeps them
 
 
 class InternodeKernelsBackend(InternodeBackend):
@@ -72,32 +69,12 @@ class InternodeKernelsBackend(InternodeBackend):
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         self._legs.must_not_capture("dispatch")
         self._check_rows("dispatch", request.x)
-        weights = request.topk_weights
-        on_host = replace(
-            request,
-            x=request.x.new_empty(0, request.x.shape[1], device="cpu"),
-            topk_idx=request.topk_idx.cpu(),
-            topk_weights=None if weights is None else weights.cpu(),
-        )
-        plan = super().plan(on_host)
-        handle = self._on_device(plan.handle)
+        plan = super().plan(request)
         # Combine's rows may be wider than FP8 ones: their rounds serve both.
-        self._routes(handle, max(_row_bytes(request.x), 2 * request.x.shape[1]))
-        device = self._legs.device
-        row_idx = plan.row_idx.to(device)
+        self._routes(plan.handle, max(_row_bytes(request.x), 2 * request.x.shape[1]))
         if request.layout == "compact":
-            handle.prepared[_NOT_HERE] = _NotHere(self._route(handle), row_idx < 0)
-        return replace(
-            plan,
-            handle=handle,
-            row_idx=row_idx,
-            row_weights=None if plan.row_weights is None else plan.row_weights.to(device),
-            expert_counts=plan.expert_counts.to(device),
-            expert_offsets=plan.expert_offsets.to(device),
-        )
-
-    def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
-        return super().exchange_counts(num_tokens_per_expert.cpu(), placement)
+            plan.handle.prepared[_NOT_HERE] = _NotHere(self._route(plan.handle), plan.row_idx < 0)
+        return plan
 
     def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         with self._agreement.committed("dispatch"):
@@ -130,7 +107,7 @@ class InternodeKernelsBackend(InternodeBackend):
             came_SK = self._within(relayed, route.relay_sends, route.relay_recvs, "dispatch backward")
             mask = came_SK.index_select(0, route.compact_order) != self.rank
             padded = resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
-            known = handle.prepared[_NOT_HERE] = _NotHere(route, padded.to(self._legs.device))
+            known = handle.prepared[_NOT_HERE] = _NotHere(route, padded)
         return known.mask
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -153,16 +130,6 @@ class InternodeKernelsBackend(InternodeBackend):
         self._count(routes.homeward.num_crossing, _row_bytes(rows))
         return self._calls.combine(routes, what, rows, factors, bias, self.joins_stream)
 
-    def _combine_exact(
-        self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, bias: Sequence[Tensor]
-    ) -> Tensor:
-        planned = self._for_planning(handle)
-        planned.prepared.setdefault(self._route_name, self._route(handle))
-        y = super()._combine_exact(
-            planned, rows.cpu(), None if weights is None else weights.cpu(), [tensor.cpu() for tensor in bias]
-        )
-        return y.to(self._legs.device)
-
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -174,9 +141,6 @@ class InternodeKernelsBackend(InternodeBackend):
         return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
 
     # -- the group --------------------------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(super().all_reduce(tensor.cpu()))
 
     def take_faults(self) -> list[str]:
         try:
@@ -262,26 +226,10 @@ class InternodeKernelsBackend(InternodeBackend):
                 return routes
         self._legs.must_not_capture("the first call along a handle")
         size = 1 << (limit // row_bytes).bit_length() - 1 if limit else max(1, *handle.rank_tokens)
-        planned = self._for_planning(handle)
-        rounds = rounds_of(planned, two_hop, self.topology, size, partial(self._within, what="dispatch"))
+        rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"))
         made[:] = [routes for routes in made if routes.two_hop is two_hop]
-        made.append(rail_routes(planned, two_hop, rounds, self._node, self._kernels, self._legs.device))
+        made.append(rail_routes(handle, two_hop, rounds, self._node, self._kernels))
         return made[-1]
-
-    def _for_planning(self, handle: DispatchHandle) -> DispatchHandle:
-        kept: DispatchHandle | None = handle.prepared.get(_HOST)
-        if kept is None:
-            self._legs.must_not_capture("a call along a copied handle")
-            kept = replace(handle, **{name: getattr(handle, name).cpu() for name in _TENSORS})
-            handle.prepared[_HOST] = kept
-        return kept
-
-    def _on_device(self, handle: DispatchHandle) -> DispatchHandle:
-        device = self._legs.device
-        moved = replace(handle, **{name: getattr(handle, name).to(device) for name in _TENSORS})
-        moved.prepared.update(handle.prepared)
-        moved.prepared[_HOST] = handle
-        return moved
 
 
 class _NotHere(NamedTuple):

@@ -39,7 +39,7 @@ class TorchDistBackend:
     Args:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait.
-        on_host: the collectives carry CPU tensors, whatever `group` carries.
+        on_host: the collectives go through the host, whatever `group` carries.
     """
 
     name = "torch"
