@@ -8,17 +8,15 @@ namespace moe_ep {
 
 __device__ inline void IpcHop::put_signal(int node, int64_t to, const char* from, int64_t num_bytes, int64_t signal,
                                           uint64_t value) const {
-  char* target = peers[node] + to;
-#pragma unroll 4
-  for (int64_t at = threadIdx.x * 16; at < num_bytes; at += kRailThreads * 16) {
-    store_16(target + at, load_16(from + at));
-  }
+  copy_pieces(peers[node] + to, from, num_bytes, threadIdx.x, kRailThreads);
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
     this->signal(node, signal, value);
   }
 }
+
+__device__ inline char* IpcHop::reach(int node) const { return peers[node]; }
 
 __device__ inline void IpcHop::signal(int node, int64_t signal, uint64_t value) const {
   store_release(reinterpret_cast<uint64_t*>(peers[node] + signal), value);
@@ -36,6 +34,7 @@ IpcRail::IpcRail(int node, int num_nodes, int64_t flow_bytes, uintptr_t node_sta
   check_cuda(cudaMalloc(reinterpret_cast<void**>(&rail_.state), sizeof(RailState)), "internode: memory for the state");
   std::memset(&hop_, 0, sizeof(hop_));
   hop_.block = hop_.peers[node] = rail_.block;
+  load_rail_kernels<IpcHop>();
   begin_generation(0);
 }
 

@@ -3,6 +3,7 @@
 //   put_signal(node, to, from, num_bytes, signal, value)   by a whole block: bytes of this rank's block to offset `to`
 //       of the block of `node`, and behind them `value` to its signal at offset `signal`. `from` may be written again
 //       once the other side has answered.
+//   reach(node)                                            the block of `node`, if this GPU stores into it; or null.
 //   signal(node, signal, value)                            by one thread: the signal alone.
 //   seen(word)                                             by one thread: a signal of this rank's block; what was put
 //       before the value that it returns is there.
@@ -76,17 +77,35 @@ __device__ bool rail_wait_free(const Rail& rail, const Hop& hop, const RailRound
 
 __device__ inline int64_t rows_of_chunk(int64_t num_rows) { return (num_rows + kHopChunks - 1) / kHopChunks; }
 
-// By a whole block: rows of a chunk, side by side, into the outbox.
+// By threads `first`, `first + step` ...: bytes in pieces of 16, several of a thread under way at once.
+__device__ inline void copy_pieces(char* to, const char* from, int64_t num_bytes, int first, int step) {
+  constexpr int kBatch = 8;
+  for (int64_t begin = 0; begin < num_bytes; begin += kBatch * step * 16) {
+    uint4 values[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t at = begin + (i * step + first) * 16;
+      if (at < num_bytes) {
+        values[i] = load_16(from + at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t at = begin + (i * step + first) * 16;
+      if (at < num_bytes) {
+        store_16(to + at, values[i]);
+      }
+    }
+  }
+}
+
+// By a whole block: rows of a chunk, side by side, to `out`.
 __device__ inline void gather_rows(const RailRows& in, const int32_t* token, int64_t num_rows, int64_t row_bytes,
                                    char* out) {
   for (int64_t row = warp_idx(); row < num_rows; row += kRailThreads / 32) {
     char* to = out + row * row_bytes;
     for (int kind = 0; kind < kRowKinds; ++kind) {
-      const char* from = in.x[kind] + token[row] * in.stride_bytes[kind];
-#pragma unroll 4
-      for (int64_t at = lane_idx() * 16; at < in.bytes[kind]; at += 512) {
-        store_16(to + at, load_16(from + at));
-      }
+      copy_pieces(to, in.x[kind] + token[row] * in.stride_bytes[kind], in.bytes[kind], lane_idx(), 32);
       to += in.bytes[kind];
     }
   }
@@ -113,15 +132,21 @@ __global__ void __launch_bounds__(kRailThreads, 1)
       continue;
     }
     const int64_t offset = begin * round.row_bytes;
+    const int64_t to = rail_inbox(rail, turn.slot) + rail.node * round.flow_bytes + offset;
+    const int64_t signal = reinterpret_cast<char*>(&signals->arrived[turn.slot][rail.node][chunk]) - rail.block;
+    char* direct = in.token == nullptr ? nullptr : hop.reach(node);
     char* from = rail.block + rail_outbox(rail, turn.slot) + node * round.flow_bytes + offset;
     if (in.token != nullptr) {
-      gather_rows(in, in.token + first[0] + begin, count, round.row_bytes, from);
+      const int32_t* token = in.token + first[0] + begin;
+      gather_rows(in, token, count, round.row_bytes, direct == nullptr ? from : direct + to);
     }
     __threadfence_system();  // a network card reads the outbox
     __syncthreads();
-    const int64_t signal = reinterpret_cast<char*>(&signals->arrived[turn.slot][rail.node][chunk]) - rail.block;
-    const int64_t to = rail_inbox(rail, turn.slot) + rail.node * round.flow_bytes + offset;
-    hop.put_signal(node, to, from, count * round.row_bytes, signal, turn.tag);
+    if (direct == nullptr) {
+      hop.put_signal(node, to, from, count * round.row_bytes, signal, turn.tag);
+    } else if (threadIdx.x == 0) {
+      hop.signal(node, signal, turn.tag);
+    }
     if (threadIdx.x == 0) {
       atomicAdd(&rail.state->sent_bytes, static_cast<unsigned long long>(count * round.row_bytes));
     }
@@ -164,6 +189,18 @@ __global__ void moe_ep_rail_take(const __grid_constant__ Rail rail, const __grid
   __syncthreads();
   if (threadIdx.x == 0 && round.number == round.num_rounds - 1) {
     rail.state->round = turn.round + 1;
+  }
+}
+
+// Before the first call: a kernel that is loaded while others wait could wait for them.
+template <typename Hop>
+void load_rail_kernels() {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(&moe_ep_rail_send<Hop>),
+        reinterpret_cast<const void*>(&moe_ep_rail_wait_free<Hop>),
+        reinterpret_cast<const void*>(&moe_ep_rail_wait<Hop>), reinterpret_cast<const void*>(&moe_ep_rail_take<Hop>)}) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "internode: loading the kernels");
   }
 }
 

@@ -70,7 +70,7 @@ def as_torch_does(
 
 
 def low_level(group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: int) -> list[Tensor]:
-    """FP8 rows with scales, summed weights, an event, a fixed number of rows, one too small, a copied handle."""
+    """FP8 rows with scales, bias and summed weights, an event, a fixed number of rows, one too small, a copied handle."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = make_inputs("holes", "ragged", world, 128, NUM_TOPK, 2 * world, torch.bfloat16)[rank]
     x, idx, weights = (tensor.to(device) for tensor in inputs)
@@ -83,7 +83,7 @@ def low_level(group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: i
         )
         assert handle is not None
         y, home_weights, event = buffer.combine(
-            rows.bfloat16(), handle, topk_weights=row_weights, async_finish=device == "cuda"
+            rows.bfloat16(), handle, topk_weights=row_weights, bias=(x, x / 3), async_finish=device == "cuda"
         )
         if device == "cuda":
             event.current_stream_wait()

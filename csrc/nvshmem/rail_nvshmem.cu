@@ -16,6 +16,8 @@ __device__ inline void NvshmemHop::put_signal(int node, int64_t to, const char* 
                                    NVSHMEM_SIGNAL_SET, pes[node]);
 }
 
+__device__ inline char* NvshmemHop::reach(int node) const { return static_cast<char*>(nvshmem_ptr(block, pes[node])); }
+
 __device__ inline void NvshmemHop::signal(int node, int64_t signal, uint64_t value) const {
   nvshmemx_signal_op(reinterpret_cast<uint64_t*>(block + signal), value, NVSHMEM_SIGNAL_SET, pes[node]);
 }
@@ -42,6 +44,7 @@ NvshmemRail::NvshmemRail(int node, const std::vector<int>& pes, int64_t flow_byt
   std::memset(&hop_, 0, sizeof(hop_));
   hop_.block = rail_.block;
   std::copy(pes.begin(), pes.end(), hop_.pes);
+  load_rail_kernels<NvshmemHop>();
   begin_generation(0);
 }
 

@@ -13,6 +13,7 @@ struct NvshmemHop {
 
   __device__ void put_signal(int node, int64_t to, const char* from, int64_t num_bytes, int64_t signal,
                              uint64_t value) const;
+  __device__ char* reach(int node) const;
   __device__ void signal(int node, int64_t signal, uint64_t value) const;
   __device__ uint64_t seen(uint64_t* word) const;
 };

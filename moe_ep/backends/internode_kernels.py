@@ -34,6 +34,7 @@ from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.topology import Topology
 
 STAGING_BYTES = 256 << 20  # of a rank's rail, whatever the calls need
+OVERLAPPING_ROUNDS, MIN_ROUND_TOKENS = 4, 512  # of a call with many tokens
 _ROUNDS, _NOT_HERE = "internode/rounds", "internode/not-here"  # under which a handle keeps them
 
 
@@ -125,7 +126,7 @@ class InternodeKernelsBackend(InternodeBackend):
         bias: Sequence[Tensor] = (),
     ) -> Tensor:
         routes = self._routes(handle, _row_bytes(rows))
-        self._start()
+        self._calls.num_sms = self.num_sms
         factors = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
         self._count(routes.homeward.num_crossing, _row_bytes(rows))
         return self._calls.combine(routes, what, rows, factors, bias, self.joins_stream)
@@ -179,6 +180,7 @@ class InternodeKernelsBackend(InternodeBackend):
         return super()._open(operation, handle, rows, weights, exact, needs_grad)
 
     def _check_rows(self, operation: str, rows: Tensor) -> None:
+        self._legs.raise_if_dead(operation)
         device, limit = self._legs.device, self.rail.flow_bytes if self.rail is not None else 0
         if rows.device != device:
             error = ValueError(
@@ -193,11 +195,6 @@ class InternodeKernelsBackend(InternodeBackend):
             )
             self.refuse(operation, error)
 
-    def _start(self) -> None:
-        """The last thing before a call: raises what is known of earlier ones."""
-        self._legs.raise_if_dead("the call")
-        self._calls.num_sms = self.num_sms
-
     def _move(
         self,
         handle: DispatchHandle,
@@ -209,7 +206,7 @@ class InternodeKernelsBackend(InternodeBackend):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         row_bytes = _row_bytes(x) + (0 if scales is None else _row_bytes(scales))
         routes = self._routes(handle, row_bytes)
-        self._start()
+        self._calls.num_sms = self.num_sms
         self._count(routes.outward.num_crossing, row_bytes)
         return self._calls.move(routes, operation, x, scales, weights, made_rows, self.joins_stream)
 
@@ -225,11 +222,17 @@ class InternodeKernelsBackend(InternodeBackend):
             if routes.two_hop is two_hop and (not limit or routes.round_tokens * row_bytes <= limit):
                 return routes
         self._legs.must_not_capture("the first call along a handle")
-        size = 1 << (limit // row_bytes).bit_length() - 1 if limit else max(1, *handle.rank_tokens)
+        size = _round_tokens(max(handle.rank_tokens), limit // row_bytes) if limit else max(1, *handle.rank_tokens)
         rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"))
         made[:] = [routes for routes in made if routes.two_hop is two_hop]
         made.append(rail_routes(handle, two_hop, rounds, self._node, self._kernels))
         return made[-1]
+
+
+def _round_tokens(most_tokens: int, room: int) -> int:
+    """A power of two: as many tokens as there is room for, or so few that the hops of several rounds overlap."""
+    even = max(MIN_ROUND_TOKENS, -(-most_tokens // OVERLAPPING_ROUNDS))
+    return min(1 << (even - 1).bit_length(), 1 << room.bit_length() - 1)
 
 
 class _NotHere(NamedTuple):

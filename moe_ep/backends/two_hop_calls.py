@@ -201,7 +201,8 @@ class TwoHopCalls:
 
     @property
     def _rail_sms(self) -> int:
-        return max(1, self.num_sms // 2)
+        """The calls inside the node have more to do: they take up what came, and the own rows as well."""
+        return max(1, self.num_sms // 3)
 
     def _begin(self, crosses: bool) -> int:
         """Orders the streams behind the caller's; SMs of the calls inside the node."""
