@@ -70,7 +70,7 @@ def as_torch_does(
 
 
 def low_level(group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: int) -> list[Tensor]:
-    """FP8 rows with scales, bias and summed weights, an event, a fixed number of rows, one too small, a copied handle."""
+    """FP8 rows with scales, bias, summed weights, an event, a fixed number of rows, one too small, a copied handle."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = make_inputs("holes", "ragged", world, 128, NUM_TOPK, 2 * world, torch.bfloat16)[rank]
     x, idx, weights = (tensor.to(device) for tensor in inputs)
