@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ep._native import load as load_native
 from moe_ep.backends.base import Backend
+from moe_ep.backends.internode import InternodeBackend
 from moe_ep.backends.internode_choice import make_internode, moves_cuda
 from moe_ep.backends.internode_kernels import InternodeKernelsBackend
 from moe_ep.backends.intranode import IntranodeBackend
@@ -306,7 +307,10 @@ class Buffer(NormalMode, LowLatency):
         )
 
     def __repr__(self) -> str:
-        return f"Buffer(backend={self.backend_name!r}, rank={self.rank}, group_size={self.group_size})"
+        over = ""
+        if isinstance(self._backend, InternodeBackend):
+            over = f", num_nodes={self._backend.topology.num_nodes}, hop={self._backend.hop!r}"
+        return f"Buffer(backend={self.backend_name!r}, rank={self.rank}, group_size={self.group_size}{over})"
 
     def _backend_size(self) -> int:
         return len(self._backend.ranks)

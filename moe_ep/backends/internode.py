@@ -55,9 +55,11 @@ class InternodeBackend(TorchDistBackend):
     Attributes:
         topology: the nodes.
         crossings: counts what this rank sends to other nodes.
+        hop: what carries rows between nodes.
     """
 
     name = "internode"
+    hop = "torch"
 
     def __init__(
         self, group: dist.ProcessGroup | None, timeout_secs: float, topology: Topology, on_host: bool = False

@@ -58,7 +58,7 @@ class InternodeKernelsBackend(InternodeBackend):
         if topology.num_nodes > 1 and group is not None:
             self.rail = RailMemory(group, topology, hop, self._legs, kernels, STAGING_BYTES, timeout_secs)
         self._calls = TwoHopCalls(self._legs, self.rail, kernels)
-        self._kernels, self.hop = kernels, hop
+        self._kernels, self.hop = kernels, str(hop)
 
     @property
     def stream(self) -> torch.cuda.Stream:  # type: ignore[override]

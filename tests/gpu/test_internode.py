@@ -140,6 +140,12 @@ def test_a_node_that_sends_nothing_is_named_with_the_hop_and_reset_makes_the_buf
 # -- over NVSHMEM -----------------------------------------------------------------------------------------------------
 
 
+def _described(group: dist.ProcessGroup, hop: str) -> str:
+    """Topology and transport of a rank."""
+    with moe_ep.Buffer(group, backend="internode", hop=hop, ranks_per_node=1, timeout_secs=60) as buffer:
+        return f"rank {buffer.rank}: {buffer!r}"
+
+
 @pytest.fixture(scope="module")
 def over_nvshmem() -> Iterator[run_of]:
     """Runs a function on two ranks that NVSHMEM can begin in: one on each GPU, of a world of two."""
@@ -151,6 +157,7 @@ def over_nvshmem() -> Iterator[run_of]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     pool = Pool(2, on_cuda=True)
+    print(*pool.run(_described, 2, ("nvshmem",), 120.0), sep="\n")  # noqa: T201 (what a reader of the log looks for)
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
         return pool.run(function, 2, args, 150.0)
