@@ -25,10 +25,10 @@ __device__ void add_nodes(const NodeSumInput& in, int64_t token, bool failed) {
       for (unsigned int left = __ballot_sync(kFullWarp, mine >= 0); left != 0; left &= left - 1) {
         const int node = first + __ffs(left) - 1;
         const int64_t row = __shfl_sync(kFullWarp, mine, __ffs(left) - 1);
+        const char* rows = node == in.node ? in.own : in.inbox + node * in.flow_bytes;
+        const int64_t place_there = node == in.node && !in.own_by_place ? token : row;
         Columns<Elem> term;
-        term.load(
-            node == in.node ? in.own + token * in.row_bytes : in.inbox + node * in.flow_bytes + row * in.row_bytes,
-            begin, in.row_bytes);
+        term.load(rows + place_there * in.row_bytes, begin, in.row_bytes);
         sum.add(term);
       }
     }

@@ -7,11 +7,13 @@
 namespace moe_ep {
 
 struct NodeSumInput {
-  const char* inbox;     // of the round's slot: the flow of node n begins at n * flow_bytes
-  int64_t flow_bytes;    // a multiple of 16
-  const char* own;       // [T, row_bytes] what the own node has
-  const char* bias[2];   // [T, row_bytes] each, or null: the first terms
-  const int32_t* place;  // [T, N] row of a token in the flow of a node, -1 for none; of the own node, any number >= 0
+  const char* inbox;   // of the round's slot: the flow of node n begins at n * flow_bytes
+  int64_t flow_bytes;  // a multiple of 16
+  const char* own;     // [T, row_bytes] what the own node has; or, by place, rows in another order
+  bool own_by_place;
+  const char* bias[2];  // [T, row_bytes] each, or null: the first terms
+  const int32_t*
+      place;  // [T, N] row of a token in the flow of a node, -1 for none; of the own node, if by place, in `own`
   int node;
   int num_nodes;
   int64_t first_token;  // of the round

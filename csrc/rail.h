@@ -12,7 +12,7 @@
 namespace moe_ep {
 
 constexpr int kMaxNodes = 256;
-constexpr int kHopChunks = 32;  // of the rows of one round and node: a signal each
+constexpr int kHopChunks = 16;  // of the rows of one round and node: a signal each
 constexpr int kHopSlots = 2;    // rounds under way
 
 // The block of a rank, laid out alike on all: signals, then for each slot what comes from every node, then for each

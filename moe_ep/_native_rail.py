@@ -92,6 +92,7 @@ class RailKernels(Protocol):
         inbox: int,
         flow_bytes: int,
         own: int,
+        own_by_place: bool,
         bias: tuple[int, int],
         place: int,
         node: int,

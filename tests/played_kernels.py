@@ -113,7 +113,9 @@ class PlayedKernels:
         even = -(-num_tokens // self.max_chunks)
         return 32 if even <= 32 else -(-even // 8) * 8
 
-    def node_sum(self, *, bias: tuple[int, int], place: int, dtype: str, y: int, own: int, **given: Any) -> None:
+    def node_sum(
+        self, *, bias: tuple[int, int], place: int, dtype: str, y: int, own: int, own_by_place: bool, **given: Any
+    ) -> None:
         """csrc/node_sum.h."""
         row_bytes, num_nodes, kind = given["row_bytes"], given["num_nodes"], NAMES[dtype]
         for token in range(given["first_token"], given["first_token"] + given["num_tokens"]):
@@ -122,7 +124,7 @@ class PlayedKernels:
             for node, row in enumerate(places):
                 if row >= 0:
                     inbox = given["inbox"] + node * given["flow_bytes"] + row * row_bytes
-                    at.append(own + token * row_bytes if node == given["node"] else inbox)
+                    at.append(own + (row if own_by_place else token) * row_bytes if node == given["node"] else inbox)
             out = memory_at(y + token * row_bytes, row_bytes)
             terms = [memory_at(address, row_bytes).clone().view(kind) for address in at]
             out.copy_(ordered_sum(terms, kind).view(torch.uint8) if terms else torch.zeros_like(out))

@@ -35,6 +35,21 @@ class RailFlows:
 
 
 @dataclass(frozen=True, eq=False)
+class Straight:
+    """Rows of a combine that set out from where they lie: one rank a node and compact rows, which have nothing to sum.
+
+    Compact rows ascend in (source rank, source token), and so do arrived rows then.
+
+    Attributes:
+        row: [D] int32, the row for each arrived one: its own number.
+        token_place: [T, N] int32, as `RailRoutes` has it, but of the own node the row's number.
+    """
+
+    row: Tensor
+    token_place: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class RailRoutes:
     """One rank's part in the rounds of a dispatch, and of a combine, which takes the other way.
 
@@ -47,6 +62,7 @@ class RailRoutes:
         outward, homeward: the flows of a dispatch and of a combine.
         own: the call of the rows that stay in their node. It pads.
         calls: of the rounds that some rank has tokens for; none of them pads.
+        straight: where the rows that this rank hands out are what its node has for each arrived row, or None.
     """
 
     two_hop: TwoHopRoute
@@ -58,6 +74,7 @@ class RailRoutes:
     homeward: RailFlows
     own: Route
     calls: tuple[Route, ...]
+    straight: Straight | None
 
 
 def rail_routes(
@@ -93,7 +110,19 @@ def rail_routes(
         homeward=RailFlows(rounds.back.first, rounds.out.counts, _crossing(two_hop.arrivals, node)),
         own=_route(own, handle, kernels, handle.num_experts),
         calls=tuple(_route(call, handle, kernels, 1) for call in calls),
+        straight=_straight(handle, two_hop, rounds, node) if len(rounds.own.ranks) == 1 else None,
     )
+
+
+def _straight(handle: DispatchHandle, two_hop: TwoHopRoute, rounds: Rounds, node: int) -> Straight | None:
+    if handle.layout != "compact" or handle.overflowed:
+        return None
+    row = torch.arange(sum(two_hop.arrivals), dtype=torch.int32, device=two_hop.token.device)
+    first = sum(two_hop.arrivals[:node])
+    own = slice(first, first + two_hop.arrivals[node])
+    token_place = rounds.token_place.clone()
+    token_place[two_hop.token[own], node] = row[own]
+    return Straight(row, token_place)
 
 
 def _crossing(counts: Sequence[int], node: int) -> int:

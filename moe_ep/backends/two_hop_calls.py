@@ -84,7 +84,7 @@ class TwoHopCalls:
         extra = (weights, made_rows, grad_weights)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.outward, operation, row_bytes)
-            self._send_all(routes, rounds, rows)
+            self._send_all(routes, rounds, [(given[0], given[1], given[2]) for given in rows], routes.token)
             self._node.move(routes.own, operation, kinds[0].dtype, rows, num_sms, (), *extra)
             for number, call in enumerate(routes.calls):
                 self._take_up(rounds[number])
@@ -95,12 +95,13 @@ class TwoHopCalls:
         out = outs[0][:, : x.shape[1]] if x.shape[1] != outs[0].shape[1] else outs[0]
         return out, None if scales is None else outs[1][:, : scales.shape[1]], grad_weights
 
-    def _send_all(self, routes: RailRoutes, rounds: Sequence[NativeRound], rows: Sequence[NativeRows]) -> None:
+    def _send_all(
+        self, routes: RailRoutes, rounds: Sequence[NativeRound], kinds: Sequence[tuple[int, int, int]], row: Tensor
+    ) -> None:
+        """Rows `row` of each kind (address, stride, bytes), which wait for nothing but room."""
         for this in rounds[: len(routes.calls)]:
             assert self._rail is not None
-            kinds = [(given[0], given[1], given[2]) for given in rows]
-            num_sms, stream = self._rail_sms, self._sending.cuda_stream
-            self._rail.native.send(this, kinds, routes.token.data_ptr(), num_sms, stream)
+            self._rail.native.send(this, kinds, row.data_ptr(), self._rail_sms, self._sending.cuda_stream)
 
     def _inbox_rows(
         self, number: int, rows: Sequence[NativeRows], row_bytes: int, in_place: bool
@@ -133,19 +134,24 @@ class TwoHopCalls:
         bias = tuple(aligned(tensor).contiguous() for tensor in bias)
         row_bytes = rows.shape[1] * rows.element_size()
         y = rows.new_empty(routes.own.num_tokens, rows.shape[1])
-        own = torch.empty_like(y) if routes.calls else y
-        most_bytes = max(self._node.needs(call, row_bytes) for call in (routes.own, *routes.calls))
-        self._node.make_room(routes.own, row_bytes, most_bytes)
+        straight = routes.straight is not None and bool(routes.calls)
+        own = rows if straight else torch.empty_like(y) if routes.calls else y
+        if not straight:
+            most_bytes = max(self._node.needs(call, row_bytes) for call in (routes.own, *routes.calls))
+            self._node.make_room(routes.own, row_bytes, most_bytes)
         num_sms = self._begin(bool(routes.calls))
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)
-            if routes.calls:
+            if routes.straight is not None:
+                self._send_all(routes, rounds, [(rows.data_ptr(), row_bytes, row_bytes)], routes.straight.row)
+            elif routes.calls:
                 self._send_sums(routes, rounds, 0, operation, rows, weights, num_sms)
-            self._node.combine(
-                routes.own, operation, rows, own.data_ptr(), num_sms, weights, () if routes.calls else bias
-            )
+            if not straight:
+                self._node.combine(
+                    routes.own, operation, rows, own.data_ptr(), num_sms, weights, () if routes.calls else bias
+                )
             for number in range(len(routes.calls)):
-                if number + 1 < len(routes.calls):  # ahead, so that the network has work while this rank waits
+                if number + 1 < len(routes.calls) and not straight:  # ahead, so that the network has work meanwhile
                     self._send_sums(routes, rounds, number + 1, operation, rows, weights, num_sms)
                 self._take_up(rounds[number])
                 self._add_nodes(routes, number, own, bias, y, num_sms)
@@ -182,8 +188,9 @@ class TwoHopCalls:
             inbox=rail.native.block + rail.native.inbox(number % 2),
             flow_bytes=size * row_bytes,
             own=own.data_ptr(),
+            own_by_place=routes.straight is not None,
             bias=(address(bias[0] if bias else None), address(bias[1] if len(bias) > 1 else None)),
-            place=routes.token_place.data_ptr(),
+            place=(routes.straight or routes).token_place.data_ptr(),
             node=rail.node,
             num_nodes=rail.num_nodes,
             first_token=number * size,
