@@ -222,14 +222,14 @@ class InternodeKernelsBackend(InternodeBackend):
             if routes.two_hop is two_hop and (not limit or routes.round_tokens * row_bytes <= limit):
                 return routes
         self._legs.must_not_capture("the first call along a handle")
-        size = _round_tokens(max(handle.rank_tokens), limit // row_bytes) if limit else max(1, *handle.rank_tokens)
+        size = round_tokens(max(handle.rank_tokens), limit // row_bytes) if limit else max(1, *handle.rank_tokens)
         rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"))
         made[:] = [routes for routes in made if routes.two_hop is two_hop]
         made.append(rail_routes(handle, two_hop, rounds, self._node, self._kernels))
         return made[-1]
 
 
-def _round_tokens(most_tokens: int, room: int) -> int:
+def round_tokens(most_tokens: int, room: int) -> int:
     """A power of two: as many tokens as there is room for, or so few that the hops of several rounds overlap."""
     even = max(MIN_ROUND_TOKENS, -(-most_tokens // OVERLAPPING_ROUNDS))
     return min(1 << (even - 1).bit_length(), 1 << room.bit_length() - 1)
