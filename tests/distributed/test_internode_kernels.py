@@ -16,8 +16,10 @@ from tests.played_kernels import played
 from tests.ranks import Pools
 from tests.routing import ROUTINGS, TOKEN_COUNTS
 
-SHAPES = [(1, 2), (2, 1), (3, 1), (2, 2), (4, 1)]
-ROOMY, TIGHT = 1 << 20, 2048  # bytes of a rail: two rounds, and many
+SHAPES = [(2, 1), (2, 2)]  # (nodes, ranks a node)
+SLOW_SHAPES = [pytest.param(*shape, marks=pytest.mark.slow(ci=True)) for shape in [(1, 2), (3, 1), (4, 1)]]
+TIGHT = 2048  # bytes of a rail: many rounds
+ROOMY = pytest.param(1 << 20, marks=pytest.mark.slow(ci=True))  # one holds everything
 
 
 def _every_routing(
@@ -44,8 +46,8 @@ def _every_routing(
     return num_checks
 
 
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), SHAPES)
-@pytest.mark.parametrize("staging_bytes", [ROOMY, TIGHT])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("staging_bytes", [TIGHT, ROOMY])
 @pytest.mark.parametrize(("layout", "dtype"), [("compact", torch.bfloat16), ("expert_major", torch.float32)])
 def test_rows_sums_and_gradients_are_those_of_the_loops(
     ranks: Pools, layout: str, dtype: torch.dtype, staging_bytes: int, num_nodes: int, ranks_per_node: int
