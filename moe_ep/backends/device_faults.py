@@ -198,11 +198,13 @@ class DeviceFaults:
             self._die(f"{operation} on rank {self._own} was given up, as an earlier call was.")
         peer, phase, epoch, expected, seen = values[:5]
         who = f"rank {self._memory.ranks[peer]}" if 0 <= peer < len(self._memory.ranks) else "this rank itself"
-        if phase >= _BETWEEN_NODES:
-            who = f"the rank of this rail in node {peer}"
+        if phase >= _BETWEEN_NODES:  # nodes stand one after the other, and are as large as this one
+            place = peer * len(self._memory.ranks) + self._memory.rank
+            who = f"rank {self._memory.group_ranks[place]}, of this rail in node {peer},"
+        group = list(self._memory.group_ranks)
         self._die(
-            f"{operation} on rank {self._own} of the EP group of ranks {list(self._memory.ranks)} failed at its limit "
-            f"of {self._memory.timeout_secs:g} s: {who} did not {_PHASES[phase]} (call {epoch} of generation "
+            f"{operation} on rank {self._own} of the EP group of ranks {group} failed at its limit of "
+            f"{self._memory.timeout_secs:g} s: {who} did not {_PHASES[phase]} (call {epoch} of generation "
             f"{self._memory.generation}, flag {seen:#x} where {expected:#x} was expected). Look at its log; where all "
             "ranks live, Buffer.reset() on every one makes the buffer usable again."
         )

@@ -158,6 +158,8 @@ class NodeMemory:
         part: places in the group of the ranks that take part, this one among them; None for all.
 
     Attributes:
+        ranks, rank: global ranks that take part, and this one's place among them.
+        group_ranks: those of the whole group.
         name: of this memory among those of the group.
         generation: how often it was begun anew.
         fingerprint: of both, the same on all ranks.
@@ -169,11 +171,13 @@ class NodeMemory:
         kernels = load()
         assert kernels is not None
         self.ranks: tuple[int, ...] = (0,)
+        self.group_ranks: tuple[int, ...] = (0,)
         self.rank = 0
         if group is not None:
             ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
             part = range(len(ranks)) if part is None else part
             self.ranks, self.rank = tuple(ranks[place] for place in part), part.index(rank)
+            self.group_ranks = tuple(ranks)
         alone = len(self.ranks) == 1
         self.timeout_secs = timeout_secs
         self.generation = 0
