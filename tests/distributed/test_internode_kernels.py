@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moe_ep
+from moe_ep.errors import ConfigError
 from tests.compare import assert_same_bits
 from tests.distributed.conformance import check_routing
 from tests.internode_jobs import as_torch_does, low_level
@@ -78,3 +80,70 @@ def test_every_other_call_gives_what_collectives_give(ranks: Pools, world: int, 
     for theirs, ours in zip(expected, actual, strict=True):
         for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
             assert_same_bits(two, one, f"result {number}")
+
+
+def _life(group: dist.ProcessGroup, ranks_per_node: int) -> list[str]:
+    """Two buffers side by side, a reset, refusals that leave the buffer usable, two closes."""
+    world, said = dist.get_world_size(group), []
+    idx = torch.arange(24).view(12, 2) % world
+    settings: dict[str, Any] = {"backend": "internode", "hop": "ipc", "ranks_per_node": ranks_per_node}
+
+    def works(buffer: moe_ep.Buffer, hidden: int) -> None:
+        x = torch.randn(12, hidden, generator=torch.Generator().manual_seed(dist.get_rank(group)))
+        out = moe_ep.dispatch(buffer, x, idx, None, num_experts=world, layout="compact")
+        rows = {rank for token in idx.tolist() for rank in token}
+        assert torch.equal(moe_ep.combine(buffer, out.x, out.handle), x * 2)
+        assert len(rows) == world
+
+    with played(group, ranks_per_node, TIGHT * 4):
+        one, two = (moe_ep.Buffer(group, timeout_secs=20, **settings) for _ in range(2))
+        for buffer, hidden in ((one, 8), (two, 16), (one, 8)):
+            works(buffer, hidden)
+        one.reset()
+        works(one, 8)
+        bad = idx.masked_fill(idx == 0, 99) if dist.get_rank(group) == 1 else idx
+        for x, ids in ((torch.zeros(12, 4000), idx), (torch.zeros(12, 8), bad)):
+            try:
+                moe_ep.dispatch(one, x, ids, None, num_experts=world, layout="compact")
+            except ValueError as error:
+                said.append(str(error))
+        works(one, 8)
+        two.close()
+        two.close()
+        works(one, 8)
+        one.close()
+    return said
+
+
+def test_buffers_live_side_by_side_and_a_refusal_or_a_reset_leaves_them_usable(ranks: Pools) -> None:
+    for said in ranks.run(_life, 4, 2):
+        assert len(said) == 2
+        assert "a row has 16000 bytes, but a rail between 2 nodes has room for 1024 from each" in said[0]
+        assert "EP rank 1 refused dispatch: topk_idx[0, 0] is 99" in said[1]
+
+
+def _refused(group: dist.ProcessGroup, hop: str, backend: str) -> str:
+    try:
+        moe_ep.Buffer(group, backend=backend, hop=hop, timeout_secs=20)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("hop", "backend", "sentence"),
+    [
+        ("radio", "internode", "hop is 'radio'; it must be one of auto, torch, ipc, nvshmem"),
+        ("ipc", "torch", "hop is 'ipc', but backend is 'torch', which knows no nodes"),
+        ("ipc", "internode", "hop is 'ipc', but on rank 0 "),
+        ("nvshmem", "internode", "hop is 'nvshmem', but on rank 0 "),
+    ],
+)
+def test_a_hop_that_cannot_run_is_refused_on_every_rank_alike(
+    ranks: Pools, hop: str, backend: str, sentence: str
+) -> None:
+    if torch.cuda.is_available() and backend == "internode":
+        pytest.skip("this machine has CUDA, so that the hop may run")
+    said = ranks.run(_refused, 2, hop, backend)
+    assert said[0] == said[1]
+    assert sentence in said[0]
