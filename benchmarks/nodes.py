@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import comb
 
 from benchmarks.model import LATENCY_US, LOCAL_PASS, PULL
-from moe_ep.backends.internode_kernels import STAGING_BYTES, round_tokens
+from moe_ep.backends.internode_kernels import STAGING_BYTES, overlapping
 
 CHUNKS = 16  # of the rows to a node in a round: kHopChunks of csrc/rail.h
 NVLINK_GBPS = 325.0  # rows pulled by kernels on H200, docs/performance.md
@@ -76,7 +76,11 @@ def cost(shape: Shape, num_sms: int, card_gbps: float, staging_bytes: int = STAG
     of_rank = hit(experts, topk, experts // world)
     crossings = (num_nodes - 1) * of_node
     room = staging_bytes // (4 * num_nodes) // 256 * 256 // row_bytes
-    size = round_tokens(shape.tokens, room)
+    room = 1 << room.bit_length() - 1
+    size = overlapping(shape.tokens)
+    # A round is halved until what goes to one node fits, four deviations above the mean for the many that there are.
+    while size > room and of_node * size + 4 * (of_node * size) ** 0.5 > room:
+        size //= 2
     rounds = -(-shape.tokens // size)
     chunk_rows = max(1.0, of_node * size / CHUNKS)
     megabytes = shape.tokens * row_bytes / 1e6

@@ -24,7 +24,7 @@ from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_rows import aligned
 from moe_ep.backends.rail_memory import Hop, RailMemory
 from moe_ep.backends.rail_routes import RailRoutes, rail_routes
-from moe_ep.backends.rounds import rounds_of
+from moe_ep.backends.rounds import most_rows, rounds_of
 from moe_ep.backends.rows import resize
 from moe_ep.backends.two_hop import TwoHopRoute
 from moe_ep.backends.two_hop_calls import TwoHopCalls
@@ -219,20 +219,33 @@ class InternodeKernelsBackend(InternodeBackend):
         two_hop, limit = self._route(handle), self.rail.flow_bytes if self.rail is not None else 0
         made: list[RailRoutes] = handle.prepared.setdefault(_ROUNDS, [])
         for routes in made:
-            if routes.two_hop is two_hop and (not limit or routes.round_tokens * row_bytes <= limit):
+            if routes.two_hop is two_hop and (not limit or routes.flow_rows * row_bytes <= limit):
                 return routes
         self._legs.must_not_capture("the first call along a handle")
-        size = round_tokens(max(handle.rank_tokens), limit // row_bytes) if limit else max(1, *handle.rank_tokens)
-        rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"))
+        size, rows = max(1, *handle.rank_tokens), None
+        if limit:
+            size, room = overlapping(max(handle.rank_tokens)), 1 << (limit // row_bytes).bit_length() - 1
+            if size > room:
+                size, rows = self._longest_round(two_hop, size, room), room
+        rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"), rows)
         made[:] = [routes for routes in made if routes.two_hop is two_hop]
         made.append(rail_routes(handle, two_hop, rounds, self._node, self._kernels))
         return made[-1]
 
+    def _longest_round(self, two_hop: TwoHopRoute, most: int, room: int) -> int:
+        """The most tokens of a round, at most `most`, of which no rank sends more than `room` rows to a node."""
+        sizes = [room << step for step in range((most // room).bit_length())]
+        counts = [most_rows(two_hop.departures, self._node, size) for size in sizes]
+        too_many = (torch.stack(counts) > room).long().cpu()
+        if self._group is not None:
+            self._group.all_reduce(too_many, "dispatch")
+        return max(size for size, num in zip(sizes, too_many.tolist(), strict=True) if not num)
 
-def round_tokens(most_tokens: int, room: int) -> int:
-    """A power of two: as many tokens as there is room for, or so few that the hops of several rounds overlap."""
+
+def overlapping(most_tokens: int) -> int:
+    """Tokens of a round, a power of two, such that the hops of several rounds of a large call overlap."""
     even = max(MIN_ROUND_TOKENS, -(-most_tokens // OVERLAPPING_ROUNDS))
-    return min(1 << (even - 1).bit_length(), 1 << room.bit_length() - 1)
+    return 1 << (even - 1).bit_length()
 
 
 class _NotHere(NamedTuple):

@@ -55,7 +55,7 @@ class RailRoutes:
 
     Attributes:
         two_hop: what it was made from.
-        round_tokens: C.
+        round_tokens, flow_rows: C and F.
         num_rounds: of a call on the rail, even.
         token: [departures] int32, source tokens.
         token_place: [T, N] int32, as `Rounds` has it.
@@ -67,6 +67,7 @@ class RailRoutes:
 
     two_hop: TwoHopRoute
     round_tokens: int
+    flow_rows: int
     num_rounds: int
     token: Tensor
     token_place: Tensor
@@ -103,6 +104,7 @@ def rail_routes(
     return RailRoutes(
         two_hop=two_hop,
         round_tokens=rounds.round_tokens,
+        flow_rows=rounds.flow_rows,
         num_rounds=len(rounds.calls),
         token=two_hop.departures.token.int(),
         token_place=rounds.token_place,

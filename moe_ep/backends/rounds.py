@@ -1,9 +1,10 @@
 """The two hops cut into rounds of bounded size, and the second hop as calls between the ranks of one node.
 
-A round is a range of `round_tokens` source tokens, C, on every rank. In each, a rank of a rail holds at most N * C rows
-that came from the other nodes, in its inbox: row `node * C + i` is the i-th that came from `node`. To the ranks of its
-node these are tokens of its own, and the exchange of a round is an ordinary one between P ranks with N * C tokens each,
-most of which go nowhere. Rows from the own node take no hop: they are one more such exchange, of the rank's T tokens.
+A round is a range of `round_tokens` source tokens, C, on every rank. In each, a rank of a rail holds at most N * F rows
+that came from the other nodes, in its inbox: row `node * F + i` is the i-th that came from `node`. To the ranks of its
+node these are tokens of its own, and the exchange of a round is an ordinary one between P ranks with N * F tokens each,
+most of which go nowhere. F is C, or less where it is known that fewer rows of a range go to any node. Rows from the own
+node take no hop: they are one more such exchange, of the rank's T tokens.
 Together, these calls write every row of the dispatch once.
 
 Letters: T tokens, K slots, N nodes, P ranks a node, R rows handed out, S compact rows, D arrived rows, as in `two_hop`.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_ep.backends.two_hop import TwoHopRoute
+from moe_ep.backends.two_hop import Departures, TwoHopRoute
 from moe_ep.handle import DispatchHandle
 from moe_ep.topology import Topology
 
@@ -42,7 +43,7 @@ class Rounds:
     """One dispatch, or one combine backwards, in rounds.
 
     Attributes:
-        round_tokens: C.
+        round_tokens, flow_rows: C and F.
         out: flows of the departures, in the order of `TwoHopRoute.departures.token`.
         back: flows of the arrivals.
         token_place: [T, N] int32, place of an own token in its flow to a node, -1 where it does not go.
@@ -51,6 +52,7 @@ class Rounds:
     """
 
     round_tokens: int
+    flow_rows: int
     out: Flows
     back: Flows
     token_place: Tensor
@@ -63,9 +65,24 @@ Within = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 def rounds_of(
-    handle: DispatchHandle, route: TwoHopRoute, topology: Topology, round_tokens: int, within: Within
+    handle: DispatchHandle,
+    route: TwoHopRoute,
+    topology: Topology,
+    round_tokens: int,
+    within: Within,
+    flow_rows: int | None = None,
 ) -> Rounds:
-    """Cuts a dispatch into rounds. Collective over the node; all ranks of the group give the same `round_tokens`."""
+    """Cuts a dispatch into rounds. Collective over the node; all ranks of the group give the same numbers.
+
+    Args:
+        handle: the dispatch.
+        route: its way.
+        topology: of the group.
+        round_tokens: C.
+        within: carries rows between the ranks of the node.
+        flow_rows: F, no fewer than the rows that any rank sends to any node in a round; None for C.
+    """
+    flow_rows = round_tokens if flow_rows is None else flow_rows
     num_rounds = num_rounds_of(handle.rank_tokens, round_tokens)
     leaving = route.departures
     out = _flows(leaving.token, leaving.counts, round_tokens, num_rounds)
@@ -74,14 +91,24 @@ def rounds_of(
     node_C = torch.repeat_interleave(torch.tensor(leaving.counts, device=leaving.token.device))
     token_place[leaving.token, node_C] = out.place.int()
 
-    own, calls = _calls(handle, route, topology, round_tokens, num_rounds, back, within)
-    return Rounds(round_tokens, out, back, token_place, own, calls)
+    own, calls = _calls(handle, route, topology, round_tokens, flow_rows, num_rounds, back, within)
+    return Rounds(round_tokens, flow_rows, out, back, token_place, own, calls)
 
 
 def num_rounds_of(rank_tokens: Sequence[int], round_tokens: int) -> int:
     """As many as the rank with the most tokens needs, made even, so that a call begins with the first slot."""
     needed = max(1, -(-max(rank_tokens) // round_tokens))
     return needed + needed % 2
+
+
+def most_rows(departures: Departures, own_node: int, round_tokens: int) -> Tensor:
+    """[] the rows that this rank sends to any one other node in any round, at most."""
+    num_rounds, device = max(1, -(-departures.slot_node.shape[0] // round_tokens)), departures.token.device
+    node = torch.repeat_interleave(torch.tensor(departures.counts, device=device))
+    flow = node * num_rounds + torch.div(departures.token, round_tokens, rounding_mode="floor")
+    counts = torch.bincount(flow, minlength=len(departures.counts) * num_rounds).view(-1, num_rounds)
+    counts[own_node] = 0
+    return counts.max()
 
 
 def _flows(token: Tensor, node_counts: Sequence[int], round_tokens: int, num_rounds: int) -> Flows:
@@ -98,6 +125,7 @@ def _calls(
     route: TwoHopRoute,
     topology: Topology,
     round_tokens: int,
+    flow_rows: int,
     num_rounds: int,
     back: Flows,
     within: Within,
@@ -108,7 +136,7 @@ def _calls(
     node_D = torch.repeat_interleave(torch.tensor(route.arrivals, device=device))
     is_own_D = node_D == node
     call_D = torch.where(is_own_D, num_rounds, torch.div(route.token, round_tokens, rounding_mode="floor"))
-    held_D = torch.where(is_own_D, route.token, node_D * round_tokens + back.place)  # number among the call's tokens
+    held_D = torch.where(is_own_D, route.token, node_D * flow_rows + back.place)  # number among the call's tokens
 
     relayed = torch.stack([call_D, held_D], dim=1).index_select(0, route.relay_row)  # ascending in (peer, arrived row)
     came = within(relayed, route.relay_sends, route.relay_recvs)  # as `rail_order` has them
@@ -118,7 +146,7 @@ def _calls(
     tables = within(counts.repeat(num_peers, 1), one_each, one_each).view(num_peers, num_rounds + 1, num_peers)
 
     own_tokens = tuple(handle.rank_tokens[rank] for rank in topology.ranks_of(node))
-    inbox_tokens = (topology.num_nodes * round_tokens,) * num_peers
+    inbox_tokens = (topology.num_nodes * flow_rows,) * num_peers
     handles = []
     for call in range(num_rounds + 1):
         here, sent = (came[:, 0] == call).nonzero()[:, 0], relayed[relayed[:, 0] == call, 1]

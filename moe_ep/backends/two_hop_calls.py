@@ -186,7 +186,7 @@ class TwoHopCalls:
         row_bytes, kind = y.shape[1] * y.element_size(), kind_of(y.dtype)
         self._kernels.node_sum(
             inbox=rail.native.block + rail.native.inbox(number % 2),
-            flow_bytes=size * row_bytes,
+            flow_bytes=routes.flow_rows * row_bytes,
             own=own.data_ptr(),
             own_by_place=routes.straight is not None,
             bias=(address(bias[0] if bias else None), address(bias[1] if len(bias) > 1 else None)),
@@ -234,7 +234,7 @@ class TwoHopCalls:
                 num_rounds=routes.num_rounds,
                 operation=OPERATIONS.index(operation),
                 row_bytes=row_bytes,
-                flow_bytes=routes.round_tokens * row_bytes,
+                flow_bytes=routes.flow_rows * row_bytes,
                 first_out=flows.first_out.data_ptr(),
                 num_in=flows.num_in.data_ptr(),
             )
