@@ -12,7 +12,7 @@ from moe_ep.backends.header import OPERATIONS, Header
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.backends.node_route import Route
-from moe_ep.backends.node_rows import kind_of
+from moe_ep.backends.node_rows import Kind, kind_of
 from moe_ep.kernel_arguments import address
 
 
@@ -68,7 +68,7 @@ class NodeLegs(NodeCalls):
         self,
         route: Route,
         operation: str,
-        dtype: torch.dtype,
+        kind: Kind,
         rows: list[NativeRows],
         num_sms: int,
         places: tuple[int, ...] = (),
@@ -77,7 +77,7 @@ class NodeLegs(NodeCalls):
         grad_weights: Tensor | None = None,
     ) -> None:
         """Rows along a route, from where `rows` says, or from where `places` says for the peers too."""
-        kind, row_bytes = kind_of(dtype), sum(given[2] for given in rows)
+        row_bytes = sum(given[2] for given in rows)
         self._launch(
             operation,
             (),

@@ -140,6 +140,7 @@ def _route(view: DispatchHandle, handle: DispatchHandle, kernels: ExchangeKernel
         view.num_topk,
         num_local,
         view.num_rows,
+        view.num_compact_rows,
         False,
         staging_of(view.rank_tokens, view.rank_rows, view.rank),
     )

@@ -19,7 +19,7 @@ from moe_ep._native_exchange import NativeRows
 from moe_ep._native_rail import NativeRound, RailKernels
 from moe_ep.backends.header import OPERATIONS
 from moe_ep.backends.node_legs import NodeLegs
-from moe_ep.backends.node_rows import aligned, kind_of, native_rows
+from moe_ep.backends.node_rows import Load, aligned, kind_of
 from moe_ep.backends.rail_memory import RailMemory
 from moe_ep.backends.rail_routes import RailFlows, RailRoutes
 from moe_ep.kernel_arguments import address
@@ -71,11 +71,11 @@ class TwoHopCalls:
 
         The gradient is made where `made_rows` [R, H] is given.
         """
-        kinds = [aligned(x)] if scales is None else [aligned(x), aligned(scales)]
-        outs = [kind.new_empty(routes.own.num_rows, kind.shape[1]) for kind in kinds]
+        kinds = (aligned(x),) if scales is None else (aligned(x), aligned(scales))
+        load = Load(kinds, (x.shape[1],) if scales is None else (x.shape[1], scales.shape[1]), ())
+        outs = load.outs(routes.own.num_rows)
         grad_weights = None if made_rows is None or weights is None else torch.empty_like(weights)
-        rows = [native_rows(kind, out, number == 1) for number, (kind, out) in enumerate(zip(kinds, outs, strict=True))]
-        row_bytes = sum(given[2] for given in rows)
+        rows, row_bytes = load.native(outs), load.row_bytes
         most_bytes = self._node.needs(routes.own, row_bytes)
         if routes.calls and (weights is not None or self._rail is None or not self._rail.block_number):
             most_bytes = max(most_bytes, *(self._node.needs(call, row_bytes) for call in routes.calls))
@@ -85,15 +85,14 @@ class TwoHopCalls:
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.outward, operation, row_bytes)
             self._send_all(routes, rounds, [(given[0], given[1], given[2]) for given in rows], routes.token)
-            self._node.move(routes.own, operation, kinds[0].dtype, rows, num_sms, (), *extra)
+            self._node.move(routes.own, operation, load.kind, rows, num_sms, (), *extra)
             for number, call in enumerate(routes.calls):
                 self._take_up(rounds[number])
                 came, places = self._inbox_rows(number, rows, row_bytes, weights is None)
-                self._node.move(call, operation, kinds[0].dtype, came, num_sms, places, *extra)
+                self._node.move(call, operation, load.kind, came, num_sms, places, *extra)
                 self._answer(routes, rounds, number)
-        self._end((*kinds, *outs, *extra, routes), joins)
-        out = outs[0][:, : x.shape[1]] if x.shape[1] != outs[0].shape[1] else outs[0]
-        return out, None if scales is None else outs[1][:, : scales.shape[1]], grad_weights
+        self._end((load, outs, *extra, routes), joins)
+        return *load.as_given(outs), grad_weights
 
     def _send_all(
         self, routes: RailRoutes, rounds: Sequence[NativeRound], kinds: Sequence[tuple[int, int, int]], row: Tensor
