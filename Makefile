@@ -10,7 +10,7 @@ CONFIG ?= configs/tiny_cpu.yaml
 # One thread a process: the tests and the demo start several processes, which would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-CSRC := $(sort $(wildcard csrc/*.cpp csrc/*.cu csrc/*.cuh csrc/*.h))
+CSRC := $(sort $(foreach folder,csrc csrc/nvshmem,$(foreach kind,cpp cu cuh h,$(wildcard $(folder)/*.$(kind)))))
 NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 ARCHS := sm_80 sm_90a sm_100a
 
@@ -22,7 +22,7 @@ TEST_SECS := 2400
 GPU_PYTHON ?= $(BIN)/python
 GPU_NEEDS = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
-.PHONY: help demo test lint types csrc-check csrc-objects unit format clean test-gpu bench-gpu sanitize-gpu gpu-build
+.PHONY: help demo test lint types csrc-check csrc-objects csrc-nvshmem unit format clean test-gpu bench-gpu sanitize-gpu gpu-build
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -59,6 +59,13 @@ ifeq ($(NVCC),)
 else
 	@$(MAKE) --no-print-directory --jobs=$$(getconf _NPROCESSORS_ONLN) csrc-objects
 	@echo "csrc-check: csrc compiles for $(ARCHS)"
+	@nvshmem=$$($(BIN)/python scripts/nvshmem_home.py); \
+	if [ -n "$$nvshmem" ]; then \
+	  $(MAKE) --no-print-directory csrc-nvshmem NVSHMEM=$$nvshmem \
+	  && echo "csrc-check: csrc/nvshmem compiles and links with $$nvshmem for $(ARCHS)"; \
+	else \
+	  echo "csrc-check: csrc/nvshmem left out, because NVSHMEM's wheel is not installed (nvidia-nvshmem-cu13)"; \
+	fi
 endif
 
 NVCC_FLAGS := -std=c++17 -O3 -Icsrc -Xcompiler=-fPIC,-Wall,-Wextra -Werror=all-warnings
@@ -78,6 +85,17 @@ build/csrc/$(1)/%.o: csrc/%.cu $$(CSRC) Makefile
 endef
 $(foreach arch,$(ARCHS),$(eval $(call kernel_rule,$(arch))))
 
+# The rails over NVSHMEM as one extension for all architectures, linked with the device library of its wheel.
+NVSHMEM_SOURCES := csrc/rail.cpp $(wildcard csrc/nvshmem/*.c*)
+csrc-nvshmem: build/csrc/nvshmem/_C_nvshmem.so
+
+build/csrc/nvshmem/_C_nvshmem.so: $(CSRC) Makefile
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCC_FLAGS) -rdc=true -isystem=$(NVSHMEM)/include $$($(BIN)/python -m pybind11 --includes) \
+	  $(foreach arch,$(ARCHS),-gencode=arch=$(subst sm_,compute_,$(arch)),code=$(arch)) \
+	  -shared --cudart=static $(NVSHMEM_SOURCES) -L$(NVSHMEM)/lib -lnvshmem_device \
+	  -Xlinker=-l:libnvshmem_host.so.3 -o $@
+
 $(STAMP): Makefile pyproject.toml setup.py $(CSRC)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "$(PYTHON) is older than Python 3.10; name a newer one: make PYTHON=python3.12"; exit 1; }
@@ -94,6 +112,11 @@ $(STAMP): Makefile pyproject.toml setup.py $(CSRC)
 	@# Without a GPU the extension is only imported: one architecture will do, csrc-check compiles them all.
 	@if ! nvidia-smi -L > /dev/null 2>&1; then export MOE_EP_CUDA_ARCHS="$${MOE_EP_CUDA_ARCHS:-sm_90a}"; fi; \
 	PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
+	@# For csrc-check: headers and device library, and nothing that they would need on a GPU.
+	@if [ -n "$(CI)" ] && [ -n "$(NVCC)" ]; then \
+	  $(BIN)/python -m pip install --quiet --no-deps nvidia-nvshmem-cu13 2> /dev/null \
+	  || echo "No package index here offers nvidia-nvshmem-cu13: csrc/nvshmem will not be compiled."; \
+	fi
 	@# For the Megatron tests: pure Python for them, and without what it lists for GPUs.
 	@$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: "megatron-core>=0.16,<0.17" tqdm 2> /dev/null \
 	  || echo "No package index here offers megatron-core 0.16 for this Python: the Megatron tests will be skipped."

@@ -1,10 +1,13 @@
 """Builds moe_ep: pure Python everywhere, and csrc/ into `moe_ep._C` where nvcc is found.
 
+Where NVSHMEM's wheel is found too, csrc/nvshmem/ becomes `moe_ep._C_nvshmem`, which only rails between nodes load.
+
 Everything is compiled and linked by nvcc, so that nothing here needs to know where the toolkit lies. No PyTorch header
 and no PyTorch import: one build serves every PyTorch version. The CUDA runtime is linked statically and libcuda not at
 all: the extension builds and imports on a machine without a driver.
 
 Environment: MOE_EP_BUILD_CUDA = 0 (never) or 1 (fail where nvcc is missing); unset: compile where nvcc is found.
+NVSHMEM_HOME = a folder with NVSHMEM's include/ and lib/, or empty for none; unset: that of an installed wheel.
 MOE_EP_CUDA_ARCHS = the GPU architectures, for example "sm_80,sm_90a". CUDA_HOME = the toolkit; unset: nvcc on PATH.
 """
 
@@ -21,6 +24,7 @@ from setuptools.command.build_ext import build_ext
 DEFAULT_ARCHS = ("sm_80", "sm_90a", "sm_100a")
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra")
 # PyTorch's own libcudart is often loaded with global symbols; ours must not bind to it, nor offer its symbols.
+RELOCATABLE = "-rdc=true"  # device code that is linked with a library's
 LINK_FLAGS = ("-shared", "--cudart=static", "-Xlinker=--exclude-libs=ALL")
 
 
@@ -72,13 +76,18 @@ def archs_to_build(nvcc: str) -> list[str]:
     return archs
 
 
-def gencode_flags(archs: list[str]) -> list[str]:
-    """nvcc's flags for machine code of each architecture.
+def machine_code_flags(archs: list[str]) -> list[str]:
+    """nvcc's flags for machine code of each architecture."""
+    return [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in archs]
 
-    The first one that is not bound to a GPU family by a letter adds its PTX, which the driver compiles for GPUs outside
-    the list.
+
+def gencode_flags(archs: list[str]) -> list[str]:
+    """nvcc's flags for machine code of each architecture, and PTX.
+
+    That of the first one that is not bound to a GPU family by a letter; the driver compiles it for GPUs outside the
+    list.
     """
-    flags = [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in archs]
+    flags = machine_code_flags(archs)
     portable = next((arch for arch in archs if arch[-1].isdigit()), None)
     if portable:
         compute = portable.replace("sm_", "compute_")
@@ -100,20 +109,51 @@ class NvccBuild(build_ext):
         includes = ["-Icsrc", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
         # Joined by +, because nvcc would take a comma for the end of the definition.
         defines = [f"-DMOE_EP_CUDA_ARCHS={'+'.join(archs)}"]
-        objects_dir = Path(self.build_temp)
+        # Code that is linked with NVSHMEM's has no PTX: that could not be linked.
+        is_linked = RELOCATABLE in ext.extra_compile_args
+        targets = machine_code_flags(archs) if is_linked else gencode_flags(archs)
+        objects_dir = Path(self.build_temp) / ext.name
         objects_dir.mkdir(parents=True, exist_ok=True)
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
             target = str(objects_dir / (Path(source).name + ".o"))
-            flags = [*COMPILE_FLAGS, *gencode_flags(archs), *includes, *defines]
+            flags = [*COMPILE_FLAGS, *ext.extra_compile_args, *targets, *includes, *defines]
             subprocess.run([nvcc, *flags, "-c", source, "-o", target], check=True)
             return target
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, ext.sources))
-        subprocess.run([nvcc, *LINK_FLAGS, *objects, "-o", str(output)], check=True)
+        link = [nvcc, *LINK_FLAGS, *(targets if is_linked else []), *objects, *ext.extra_link_args]
+        subprocess.run([*link, "-o", str(output)], check=True)
+
+
+def find_nvshmem() -> Path | None:
+    """The folder with include/ and lib/ of NVSHMEM: NVSHMEM_HOME if set, else that of an installed wheel."""
+    home = os.environ.get("NVSHMEM_HOME")
+    if home is not None:
+        candidates = [Path(home)] if home else []
+    else:  # a build in isolation sees the packages of the environment that it builds for by their place alone
+        candidates = [Path(sysconfig.get_paths()[name], "nvidia", "nvshmem") for name in ("purelib", "platlib")]
+    return next((path for path in candidates if (path / "include" / "nvshmem.h").exists()), None)
+
+
+def nvshmem_extensions() -> list[Extension]:
+    home = find_nvshmem()
+    if home is None:
+        print("moe_ep: without rails over NVSHMEM, because its wheel was not found.")
+        return []
+    library = Path(home, "lib")
+    return [
+        Extension(
+            "moe_ep._C_nvshmem",
+            sources=["csrc/rail.cpp", *sorted(str(path) for path in Path("csrc/nvshmem").glob("*.c*"))],
+            depends=sorted(str(path) for path in Path("csrc").rglob("*.*h")),
+            extra_compile_args=[RELOCATABLE, f"-isystem={home / 'include'}"],
+            extra_link_args=[f"-L{library}", "-lnvshmem_device", "-Xlinker=-l:libnvshmem_host.so.3"],
+        )
+    ]
 
 
 def extensions() -> list[Extension]:
@@ -121,7 +161,7 @@ def extensions() -> list[Extension]:
         return []
     sources = sorted(str(path) for suffix in ("cpp", "cu") for path in Path("csrc").glob(f"*.{suffix}"))
     headers = sorted(str(path) for suffix in ("h", "cuh") for path in Path("csrc").glob(f"*.{suffix}"))
-    return [Extension("moe_ep._C", sources=sources, depends=headers)]
+    return [Extension("moe_ep._C", sources=sources, depends=headers), *nvshmem_extensions()]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": NvccBuild})

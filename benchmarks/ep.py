@@ -31,6 +31,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run")
     parser.add_argument("--backend", default=None, help="of moe_ep.Buffer (default: torch on cpu, intranode on cuda)")
+    parser.add_argument("--ranks-per-node", type=int, help="for internode: ranks that stand for a node")
+    parser.add_argument("--hop", choices=["auto", "torch", "ipc", "nvshmem"], default="auto", help="for internode")
     parser.add_argument("--world", type=int, default=2, help="ranks, one process each; they share GPUs if need be")
     parser.add_argument("--suite", choices=["marks"], help="a list of jobs, instead of the sizes below")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens a rank")
@@ -83,6 +85,8 @@ def main() -> None:
     args = _arguments()
     settings = Settings(
         backend=args.backend,
+        ranks_per_node=args.ranks_per_node,
+        hop=args.hop,
         iterations=args.iterations,
         budget_secs=args.budget_secs,
         out=args.out,

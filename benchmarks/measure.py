@@ -31,6 +31,8 @@ class Settings:
     """How to run, and where the rows go."""
 
     backend: str
+    ranks_per_node: int | None = None
+    hop: str = "auto"
     iterations: int = 30
     budget_secs: float | None = None
     out: Path | None = None
@@ -65,7 +67,8 @@ def measure(world: World, jobs: Sequence[Job], settings: Settings) -> None:
     """All jobs, or as many as begin within the budget. Collective."""
     began = time.monotonic()
     top = ceiling.gpu_ceiling(world)
-    align = Aligner(world, settings.backend) if world.device.type == "cuda" else None
+    near = "intranode" if settings.backend == "internode" else settings.backend
+    align = Aligner(world, near) if world.device.type == "cuda" else None
     clock = Clock(world, settings.iterations)
     if align is not None:
         clock = CudaClock(world, settings.iterations, align.wait)
@@ -91,7 +94,10 @@ def _measure_job(this: Run, job: Job) -> None:
     inputs = Inputs(world, job.shape)
     traffic = measure_traffic(world, job.shape, inputs.idx_TK.cpu())
     this.say(f"\n{job.shape}")
-    systems: list[System] = [Ours(inputs, this.settings.backend, num_sms) for num_sms in job.num_sms]
+    systems: list[System] = [
+        Ours(inputs, this.settings.backend, num_sms, this.settings.ranks_per_node, this.settings.hop)
+        for num_sms in job.num_sms
+    ]
     for name in job.peers:
         if name not in this.absent:
             made = _attempt(this, name, lambda name=name: PEERS[name][1](inputs))  # type: ignore[misc]
@@ -170,6 +176,7 @@ def _record(this: Run, job: Job, traffic: Traffic, case: str, timed: TimedCall, 
         system=system.name,
         backend=system.backend,
         transport=system.transport,
+        nodes=system.nodes,
         layout=layout,
         dtype=timed.dtype,
         num_sms=system.num_sms,

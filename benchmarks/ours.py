@@ -23,19 +23,35 @@ class Ours(System):
         inputs: of this rank.
         backend: as for `moe_ep.Buffer`.
         num_sms: SM budget; None for the default.
+        ranks_per_node, hop: as for `moe_ep.Buffer`.
     """
 
     name = "moe_ep"
     can_register = True
 
-    def __init__(self, inputs: Inputs, backend: str, num_sms: int | None) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        backend: str,
+        num_sms: int | None,
+        ranks_per_node: int | None = None,
+        hop: str = "auto",
+    ) -> None:
         self.inputs = inputs
         # Memory for the first calls, as DeepEP's callers give it: a call with a handle does not make more.
         num_bytes = STAGED_ROWS * inputs.shape.tokens * inputs.shape.hidden * ROW_ELEMENT_BYTES
-        self.buffer = moe_ep.Buffer(inputs.world.group, num_bytes, backend=backend, num_sms=num_sms)
+        self.buffer = moe_ep.Buffer(
+            inputs.world.group,
+            num_bytes,
+            backend=backend,
+            num_sms=num_sms,
+            ranks_per_node=ranks_per_node,
+            hop=hop,
+        )
+        self.nodes = inputs.world.size // (ranks_per_node or inputs.world.size)
         self._x: dict[tuple[str, bool], Any] = {}
         self.backend = self.buffer.backend_name
-        self.transport = TRANSPORTS[self.backend]
+        self.transport = TRANSPORTS[self.backend] if hop in ("auto", "nvshmem") else hop
         self.num_sms = None if self.backend == "torch" else self.buffer.num_sms
 
     def call(self, case: Case, dtype: str, registered: bool) -> Call | None:

@@ -86,10 +86,10 @@ class Origin:
 def filled(
     world: World, shape: Shape, times: Times, remote_bytes: int, ceiling_gbps: float | None, origin: Origin, **own: Any
 ) -> Record:
-    """A record of one node; `own` has the columns that neither the sizes nor the times nor the run decide."""
+    """A record; `own` has the columns that neither the sizes nor the times nor the run decide."""
     return Record(
         world=world.size,
-        nodes=1,
+        nodes=own.pop("nodes", 1),
         gpus=world.gpus,
         tokens=shape.tokens,
         hidden=shape.hidden,

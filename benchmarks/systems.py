@@ -65,6 +65,7 @@ class System(ABC):
     name: str
     backend: str
     transport: str
+    nodes: int = 1
     num_sms: int | None = None
     can_register = False
     one_row_a_pair = False  # sends a row for each (token, expert) instead of each (token, rank)

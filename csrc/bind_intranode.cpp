@@ -15,25 +15,12 @@
 #include "intranode_move.h"
 #include "intranode_plan.h"
 #include "intranode_small.h"
+#include "row_names.h"
 
 namespace py = pybind11;
 
 namespace moe_ep {
 namespace {
-
-RowKind row_kind(const std::string& name) {
-  if (name == "bfloat16") {
-    return RowKind::kBFloat16;
-  }
-  if (name == "float16") {
-    return RowKind::kFloat16;
-  }
-  if (name == "float32") {
-    return RowKind::kFloat32;
-  }
-  MOE_EP_CHECK(name == "float64", "rows have dtype ", name, ", which cannot be summed here: convert them.");
-  return RowKind::kFloat64;
-}
 
 Number number_kind(const std::string& name) {
   if (name == "float32") {
@@ -424,6 +411,9 @@ void bind_intranode(py::module_& module) {
       .def("allocate_block", &Exchange::allocate_block, py::arg("num_bytes"))
       .def("export_block", [](const Exchange& self) { return py::bytes(self.export_block()); })
       .def("open_block", &Exchange::open_block, py::arg("peer"), py::arg("exported"))
+      .def("adopt_block", &Exchange::adopt_block, py::arg("addresses"))
+      .def_property_readonly("state_address", &Exchange::state_address)
+      .def_property_readonly("record_address", &Exchange::record_address)
       .def("close_segments", &Exchange::close_segments)
       .def("allocate_segment", &Exchange::allocate_segment, py::arg("slot_bytes"))
       .def_property_readonly("slot_bytes", &Exchange::slot_bytes)

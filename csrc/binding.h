@@ -47,4 +47,7 @@ void bind_intranode(pybind11::module_& module);
 // bind_low_latency.cpp: the low-latency kernels with the memory that they share.
 void bind_low_latency(pybind11::module_& module);
 
+// bind_rail.cpp: what goes on between nodes.
+void bind_rails(pybind11::module_& module);
+
 }  // namespace moe_ep

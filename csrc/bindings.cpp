@@ -47,6 +47,7 @@ PYBIND11_MODULE(_C, module) {
   moe_ep::bind_fp8_kernels(module);
   moe_ep::bind_intranode(module);
   moe_ep::bind_low_latency(module);
+  moe_ep::bind_rails(module);
 
   const moe_ep::NoGil no_gil;
   module.def("fp8_cast_1x128", &fp8_cast_1x128, no_gil, py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("q"),

@@ -8,7 +8,6 @@
 namespace moe_ep {
 namespace {
 
-// What is exported has a page of its own: a handle stands for the whole allocation that a pointer lies in.
 constexpr int64_t kPageBytes = 2 << 20;
 
 }  // namespace
@@ -65,11 +64,13 @@ Exchange::~Exchange() {
   }
   for (int block = 0; block < num_blocks_; ++block) {
     for (int peer = 0; peer < world_.size; ++peer) {
-      if (peer != world_.rank && world_.blocks[block][peer] != nullptr) {
+      if (is_opened_[block][peer]) {
         cudaIpcCloseMemHandle(world_.blocks[block][peer]);
       }
     }
-    cudaFree(world_.blocks[block][world_.rank]);
+    if (!is_adopted_[block]) {
+      cudaFree(world_.blocks[block][world_.rank]);
+    }
   }
   cudaFree(world_.segment[world_.rank]);
   cudaFree(world_.control[world_.rank]);
@@ -123,6 +124,18 @@ std::string Exchange::export_block() const { return export_memory(world_.blocks[
 
 void Exchange::open_block(int peer, const std::string& exported) {
   world_.blocks[num_blocks_ - 1][peer] = static_cast<char*>(open_memory(exported));
+  is_opened_[num_blocks_ - 1][peer] = true;
+}
+
+void Exchange::adopt_block(const std::vector<uintptr_t>& addresses) {
+  MOE_EP_CHECK(num_blocks_ < kMaxBlocks, "the buffer holds ", kMaxBlocks, " blocks, which is the limit.");
+  MOE_EP_CHECK(addresses.size() == static_cast<size_t>(world_.size), "a block lies in ", addresses.size(),
+               " places, but there are ", world_.size, " ranks.");
+  for (int rank = 0; rank < world_.size; ++rank) {
+    world_.blocks[num_blocks_][rank] = reinterpret_cast<char*>(addresses[rank]);
+  }
+  is_adopted_[num_blocks_] = true;
+  ++num_blocks_;
 }
 
 void Exchange::begin_generation(uint32_t generation) {

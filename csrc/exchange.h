@@ -77,7 +77,15 @@ struct State {
 enum Verdict : uint32_t { kGo = 0, kRefuse = 1, kDisagree = 2, kGrow = 3, kFailed = 4 };
 
 // What a wait is for; moe_ep/backends/device_faults.py names them in this order.
-enum Phase : int { kWaitDone = 0, kWaitHeader = 1, kWaitFlag = 2, kWaitTicket = 3, kSawAbort = 4 };
+enum Phase : int {
+  kWaitDone = 0,
+  kWaitHeader = 1,
+  kWaitFlag = 2,
+  kWaitTicket = 3,
+  kSawAbort = 4,
+  kWaitRoundRows = 5,   // between nodes: the peer is a node
+  kWaitRoundTaken = 6,  // the same
+};
 
 constexpr int kMaxHostCounts = 1 << 14;
 

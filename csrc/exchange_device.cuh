@@ -57,18 +57,22 @@ __device__ inline char* slot_of(const World& world, int rank, const Turn& turn) 
 // -- failing ------------------------------------------------------------------------------------------------------
 
 // Whoever fails first says why; the record is read by the host, at the latest on entry to its next call.
-__device__ inline void give_up(const World& world, const Turn& turn, int peer, Phase phase, uint64_t expected,
-                               uint64_t seen) {
-  if (atomicCAS(&world.state->failed, 0u, 1u) != 0) {
+__device__ inline void report_failure(State* state, HostRecord* record, int64_t operation, uint32_t epoch, int peer,
+                                      Phase phase, uint64_t expected, uint64_t seen) {
+  if (atomicCAS(&state->failed, 0u, 1u) != 0) {
     return;
   }
-  HostRecord::Fault& fault = world.record->timeout;
-  const int64_t values[6] = {
-      peer, phase, turn.epoch, static_cast<int64_t>(expected), static_cast<int64_t>(seen), world.operation};
+  HostRecord::Fault& fault = record->timeout;
+  const int64_t values[6] = {peer, phase, epoch, static_cast<int64_t>(expected), static_cast<int64_t>(seen), operation};
   for (int i = 0; i < 6; ++i) {
     fault.values[i] = values[i];
   }
   store_release(&fault.valid, 1);
+}
+
+__device__ inline void give_up(const World& world, const Turn& turn, int peer, Phase phase, uint64_t expected,
+                               uint64_t seen) {
+  report_failure(world.state, world.record, world.operation, turn.epoch, peer, phase, expected, seen);
 }
 
 // Polls until `ready(value)`; false where the limit passed, the peer gave up, or another wait of this call failed.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "exchange.h"
 
@@ -34,9 +35,14 @@ class Exchange {
   // Memory that callers write into and peers read: at most kMaxBlocks blocks, for as long as the exchange lives.
   uintptr_t allocate_block(int64_t num_bytes);  // the address of the newest
   std::string export_block() const;             // of the newest
+  // Makes memory that somebody else owns a block: by rank, where this GPU finds it; 0 where `open_block` will say so.
+  void adopt_block(const std::vector<uintptr_t>& addresses);
   void open_block(int peer, const std::string& exported);
 
   int size() const { return world_.size; }
+  // Device addresses of the state and of the record, for waits outside the node that fail its calls.
+  uintptr_t state_address() const { return reinterpret_cast<uintptr_t>(world_.state); }
+  uintptr_t record_address() const { return reinterpret_cast<uintptr_t>(world_.record); }
   bool uses_bulk_copies() const { return uses_bulk_copies_; }
 
   // The stream of all kernels, which the caller owns, and whether they take the path of sm_90 and later.
@@ -71,14 +77,17 @@ class Exchange {
 
   World world_;
   int num_blocks_ = 0;
+  bool is_opened_[kMaxBlocks][kMaxRanks] = {};
+  bool is_adopted_[kMaxBlocks] = {};
   bool uses_bulk_copies_ = false;
   HostRecord* record_ = nullptr;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t followed_ = nullptr, led_ = nullptr;
 };
 
-// Memory that other processes of this machine can open.
-int64_t whole_pages(int64_t num_bytes);  // what is exported has pages of its own
+// Memory that other processes of this machine can open. What is exported has pages of its own: a handle stands for the
+// whole allocation that a pointer lies in.
+int64_t whole_pages(int64_t num_bytes);
 std::string export_memory(void* pointer);
 void* open_memory(const std::string& exported);
 

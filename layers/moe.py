@@ -63,7 +63,11 @@ class MoELayer(nn.Module):
         self.config = config
         _check_buffer(buffer, ep_group)
         self.buffer = buffer or Buffer(
-            ep_group, backend=config.ep.backend, num_sms=config.ep.comm_sms, timeout_secs=config.ep.timeout_secs
+            ep_group,
+            backend=config.ep.backend,
+            num_sms=config.ep.comm_sms,
+            timeout_secs=config.ep.timeout_secs,
+            ranks_per_node=config.ep.ranks_per_node,
         )
         placement = self.buffer.placement(config.num_experts)
         self.router = TopKRouter(config, self.buffer)

@@ -11,9 +11,10 @@ from moe_ep._native_exchange import ExchangeKernels
 from moe_ep._native_fp8 import Fp8Kernels
 from moe_ep._native_layer import LayerKernels
 from moe_ep._native_low_latency import LowLatencyKernels
+from moe_ep._native_rail import RailKernels
 
 
-class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, LowLatencyKernels, Protocol):
+class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, LowLatencyKernels, RailKernels, Protocol):
     """What `moe_ep._C` offers. Pointers and streams are integers (`Tensor.data_ptr()`, `Stream.cuda_stream`).
 
     The contract of each function (shapes, dtypes, ownership, order) is in the header of its launch function in csrc/.

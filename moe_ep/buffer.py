@@ -15,6 +15,9 @@ from torch import Tensor
 
 from moe_ep._native import load as load_native
 from moe_ep.backends.base import Backend
+from moe_ep.backends.internode import InternodeBackend
+from moe_ep.backends.internode_choice import make_internode, moves_cuda
+from moe_ep.backends.internode_kernels import InternodeKernelsBackend
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_memory import why_unavailable
 from moe_ep.backends.torch_dist import TorchDistBackend
@@ -47,14 +50,21 @@ class Buffer(NormalMode, LowLatency):
             not come within the limit, from then on until `reset`.
         comm: DeepEP's mpi4py communicator; refused, give a torch.distributed group.
         backend: "torch" (torch.distributed: gloo on CPU, NCCL on CUDA), "intranode", "internode", or "auto" for the
-            fastest one that this machine can run. What was chosen is `buffer.backend_name`.
+            fastest one that this machine can run. What was chosen is `buffer.backend_name`. "internode" sends a token
+            once to each node and takes it round there.
         expert_placement: E group ranks, the owner of each expert; None for the balanced contiguous split.
         num_sms: SM budget of this buffer's kernels; None follows `Buffer.set_num_sms`. The torch backend has no
             kernels of its own to bound.
         timeout_secs: limit in seconds of every wait for a peer.
+        ranks_per_node: for backend "internode" only: ranks of the group, one after the other, that make a node; None
+            for those on one host.
+        hop: for backend "internode" only: what carries rows between nodes: "ipc" (nodes that are one machine),
+            "nvshmem", "torch" (torch.distributed), or "auto": kernels where the group moves CUDA tensors and they can
+            run, "ipc" on one host and "nvshmem" otherwise; torch.distributed in all other cases.
 
     Raises:
-        ConfigError: a backend that this build or machine does not have, or a limit out of range.
+        ConfigError: a backend that this build or machine does not have, or a limit out of range; on every rank, nodes
+            that do not hold equal numbers of ranks.
         EPTimeoutError: not all ranks constructed their buffer within the limit.
     """
 
@@ -77,6 +87,8 @@ class Buffer(NormalMode, LowLatency):
         expert_placement: Sequence[int] | None = None,
         num_sms: int | None = None,
         timeout_secs: float = 100.0,
+        ranks_per_node: int | None = None,
+        hop: str = "auto",
     ) -> None:
         if comm is not None:
             raise ConfigError(
@@ -88,12 +100,22 @@ class Buffer(NormalMode, LowLatency):
             )
         if num_sms is not None and num_sms < 1:
             raise ConfigError(f"num_sms is {num_sms}; it must be at least 1, or None for the default.")
+        if ranks_per_node is not None and backend != "internode":
+            raise ConfigError(
+                f"ranks_per_node is {ranks_per_node}, but backend is {backend!r}, which knows no nodes; give "
+                "backend='internode', or leave ranks_per_node out."
+            )
+        if hop != "auto" and backend != "internode":
+            raise ConfigError(
+                f"hop is {hop!r}, but backend is {backend!r}, which knows no nodes; give backend='internode', or leave "
+                "hop out."
+            )
         self.group = group
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
         self.timeout_secs = timeout_secs
         self._num_sms = num_sms
-        self._backend = _make_backend(backend, group, timeout_secs, num_nvl_bytes)
+        self._backend = _make_backend(backend, group, timeout_secs, num_nvl_bytes, ranks_per_node, hop)
         self._closed = False
         # Puts a rank whose own inputs need no gradient into the graph, so that it joins the backward of the others.
         # Made on the CPU whatever the default device: a meta tensor would turn the custom ops into fake ones.
@@ -286,33 +308,40 @@ class Buffer(NormalMode, LowLatency):
         )
 
     def __repr__(self) -> str:
-        return f"Buffer(backend={self.backend_name!r}, rank={self.rank}, group_size={self.group_size})"
+        over = ""
+        if isinstance(self._backend, InternodeBackend):
+            over = f", num_nodes={self._backend.topology.num_nodes}, hop={self._backend.hop!r}"
+        return f"Buffer(backend={self.backend_name!r}, rank={self.rank}, group_size={self.group_size}{over})"
 
     def _backend_size(self) -> int:
         return len(self._backend.ranks)
 
     def _device(self) -> torch.device:
-        if self.backend_name == "intranode" or (
+        if isinstance(self._backend, (IntranodeBackend, InternodeKernelsBackend)) or (
             self.group is not None and "nccl" in str(dist.get_backend_config(self.group))
         ):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
 
-def _make_backend(name: str, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int) -> Backend:
+def _make_backend(
+    name: str,
+    group: dist.ProcessGroup | None,
+    timeout_secs: float,
+    num_bytes: int,
+    ranks_per_node: int | None,
+    hop: str,
+) -> Backend:
     if name not in BACKENDS:
         raise ConfigError(f"backend is {name!r}; it must be one of {', '.join(BACKENDS)}.")
-    if name == "internode":
-        raise ConfigError(
-            f"backend is {name!r}, which this version does not contain; use backend='torch', or 'auto' for whatever "
-            "this machine can run."
-        )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"group is {group!r}; give a torch.distributed process group that this rank belongs to, or None for a "
             "single rank."
         )
-    if name == "intranode" or (name == "auto" and _moves_cuda(group)):
+    if name == "internode":
+        return make_internode(group, timeout_secs, ranks_per_node, hop)
+    if name == "intranode" or (name == "auto" and moves_cuda(group)):
         obstacle = why_unavailable(group, timeout_secs)
         if obstacle is None:
             return IntranodeBackend(group, timeout_secs, num_bytes)
@@ -320,8 +349,3 @@ def _make_backend(name: str, group: dist.ProcessGroup | None, timeout_secs: floa
             raise ConfigError(f"backend is 'intranode', but {obstacle}; use backend='torch', or 'auto'.")
         warnings.warn(f"moe_ep runs on torch.distributed, not on its kernels: {obstacle}.", stacklevel=3)
     return TorchDistBackend(group, timeout_secs)
-
-
-def _moves_cuda(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group is made for CUDA tensors, which all its ranks see alike."""
-    return group is not None and dist.get_world_size(group) > 1 and "nccl" in str(dist.get_backend_config(group))

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from moe_ep.backends.internode_kernels import STAGING_BYTES
 from moe_ep.config import Config, count_parameters, experts_per_rank, load_config
 from moe_ep.doctor import report
 from moe_ep.doctor.machine import Machine
@@ -100,6 +101,8 @@ def _derived_rows(loaded: Config) -> list[tuple[str, str]]:
     for size in sizes:
         most, least = experts_per_rank(moe.num_experts, size)
         rows.append((f"experts per rank, EP size {size}", str(most) if most == least else f"{least} or {most}"))
+    if moe.ep.backend == "internode":
+        rows.append(("memory of a rank's rail between nodes", f"{STAGING_BYTES >> 20} MiB; larger calls run in rounds"))
     parameters = count_parameters(moe)
     rows.append(("parameters per MoE layer, total", f"{parameters.total:,}"))
     rows.append(("parameters per MoE layer, active per token", f"{parameters.active:,}"))

@@ -96,6 +96,7 @@ def combine_loop(
     num_tokens: Sequence[int],
     weighted: bool,
     exact: bool = False,
+    ranks_per_node: int = 1,
 ) -> list[Tensor]:
     """What comes home on each rank, [T_r, H] each, with every rounding of the contract.
 
@@ -105,6 +106,7 @@ def combine_loop(
         num_tokens: T_r of each rank.
         weighted: multiply each row by its weight first (expert_major).
         exact: add all slots of a token in slot order and round once.
+        ranks_per_node: so many ranks, one after the other, add up theirs first, and round; with 1 that changes nothing.
     """
     dtype = rows[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -124,12 +126,11 @@ def combine_loop(
             if mine and exact:
                 y_TH[token] = _add([term for _, _, term in sorted(mine, key=lambda item: item[1])]).to(dtype)
             elif mine:
-                by_rank = sorted({rank for rank, _, _ in mine})
-                partials = [
-                    _add([term for _, _, term in sorted((m for m in mine if m[0] == rank), key=lambda item: item[1])])
-                    for rank in by_rank
-                ]
-                y_TH[token] = _add([partial.to(dtype).to(wide) for partial in partials]).to(dtype)
+                by_node: dict[int, list[Tensor]] = {}
+                for here in sorted({rank for rank, _, _ in mine}):
+                    its = sorted((m for m in mine if m[0] == here), key=lambda item: item[1])
+                    by_node.setdefault(here // ranks_per_node, []).append(_rounded([term for _, _, term in its], dtype))
+                y_TH[token] = _rounded([_rounded(partials, dtype) for partials in by_node.values()], dtype)
         home.append(y_TH)
     return home
 
@@ -139,3 +140,8 @@ def _add(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total
+
+
+def _rounded(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Their sum, rounded to `dtype`, in the dtype of the terms."""
+    return _add(terms).to(dtype).to(terms[0].dtype)

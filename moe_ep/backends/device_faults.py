@@ -19,7 +19,10 @@ _PHASES = (
     "publish its rows",
     "finish its own part",
     "go on: it gave the call up",
+    "send its rows of a round",
+    "take the rows of a round that this rank sent",
 )
+_BETWEEN_NODES = 5  # from this phase on the peer is the rank of the own rail in a node, by the node's number
 _TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
 
 
@@ -198,10 +201,14 @@ class DeviceFaults:
         if values is None:
             self._die(f"{operation} on rank {self._own} was given up, as an earlier call was.")
         peer, phase, epoch, expected, seen = values[:5]
-        who = f"rank {self._memory.ranks[peer]}" if peer >= 0 else "this rank itself"
+        who = f"rank {self._memory.ranks[peer]}" if 0 <= peer < len(self._memory.ranks) else "this rank itself"
+        if phase >= _BETWEEN_NODES:  # nodes stand one after the other, and are as large as this one
+            place = peer * len(self._memory.ranks) + self._memory.rank
+            who = f"rank {self._memory.group_ranks[place]}, of this rail in node {peer},"
+        group = list(self._memory.group_ranks)
         self._die(
-            f"{operation} on rank {self._own} of the EP group of ranks {list(self._memory.ranks)} failed at its limit "
-            f"of {self._memory.timeout_secs:g} s: {who} did not {_PHASES[phase]} (call {epoch} of generation "
+            f"{operation} on rank {self._own} of the EP group of ranks {group} failed at its limit of "
+            f"{self._memory.timeout_secs:g} s: {who} did not {_PHASES[phase]} (call {epoch} of generation "
             f"{self._memory.generation}, flag {seen:#x} where {expected:#x} was expected). Look at its log; where all "
             "ranks live, Buffer.reset() on every one makes the buffer usable again."
         )

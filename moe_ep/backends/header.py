@@ -72,6 +72,7 @@ class Header:
     status: int = OK
     x_needs_grad: int = 0
     weights_need_grad: int = 0
+    lacks_route: int = 0  # the handle has not been along a way that the backend must know
     routing: int = 0
     num_tokens: int = 0
     row_counts: tuple[int, ...] = ()  # compact rows that follow, for each rank

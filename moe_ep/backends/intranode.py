@@ -347,16 +347,7 @@ class IntranodeBackend(NodeCalls):
     def reset(self) -> None:
         if self._uses_low_latency:  # whose kernels run on the caller's streams
             torch.cuda.synchronize(self._device)
-        self._synchronize()
-        try:
-            with torch.cuda.device(self._device):
-                self._memory.reset()
-        except RuntimeError as error:  # the others may have a new generation by now
-            self._faults.stop(str(error))
-            raise
-        self._faults.forget()
-        self._unsettled = None
-        self._num_calls = 0
+        super().reset()
         if self._uses_low_latency:
             self.low_latency.reset()
 

@@ -14,13 +14,22 @@ from moe_ep._native_exchange import ExchangeKernels
 from moe_ep.handle import DispatchHandle
 
 
-def kernel_view(handle: DispatchHandle, kernels: ExchangeKernels, num_local: int) -> DispatchHandle:
-    """The handle, with `geometry`, `token_row` and `pair_row`. The host waits where they have to be made."""
+def kernel_view(
+    handle: DispatchHandle, kernels: ExchangeKernels, num_local: int, is_padding: Tensor | None = None
+) -> DispatchHandle:
+    """The handle, with `geometry`, `token_row` and `pair_row`. The host waits where they have to be made.
+
+    Args:
+        handle: made by any backend.
+        kernels: what will read the view.
+        num_local: no fewer than the handle has runs of padding.
+        is_padding: [R] bool, expert_major only: the rows that a dispatch fills with zeros; None for all without a pair.
+    """
     if handle.geometry.numel():
         return handle
     return replace(
         handle,
-        geometry=_geometry(handle, kernels, num_local),
+        geometry=_geometry(handle, kernels, num_local, is_padding),
         token_row=_token_row(handle),
         pair_row=_pair_row(handle),
     )
@@ -46,7 +55,7 @@ def _pair_row(handle: DispatchHandle) -> Tensor:
     return pair_row.view(-1, handle.num_topk)
 
 
-def _geometry(handle: DispatchHandle, kernels: ExchangeKernels, num_local: int) -> Tensor:
+def _geometry(handle: DispatchHandle, kernels: ExchangeKernels, num_local: int, is_padding: Tensor | None) -> Tensor:
     device = handle.send_token.device
     chunk_rows, first = [], 0
     for source, tokens in enumerate(torch.split(handle.recv_token.long(), list(handle.recv_counts))):
@@ -54,7 +63,7 @@ def _geometry(handle: DispatchHandle, kernels: ExchangeKernels, num_local: int) 
         starts = torch.arange(kernels.max_chunks + 1, device=device) * size
         chunk_rows.append(first + torch.searchsorted(tokens, starts))
         first += tokens.numel()
-    counts, offsets = _experts(handle, num_local)
+    counts, offsets = _experts(handle, num_local, is_padding)
     # Compact rows behind the last received one are padding, which the kernels fill from here on.
     num_rows = handle.num_compact_rows if handle.layout == "compact" else handle.num_rows
     head = [handle.num_compact_rows, num_rows, int(handle.overflowed), 0]
@@ -63,7 +72,7 @@ def _geometry(handle: DispatchHandle, kernels: ExchangeKernels, num_local: int) 
     return torch.cat([numbers, *chunk_rows, offsets, counts]).int()
 
 
-def _experts(handle: DispatchHandle, num_local: int) -> tuple[Tensor, Tensor]:
+def _experts(handle: DispatchHandle, num_local: int, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Counts [L] and offsets [L + 1] that put padding where the handle has it.
 
     The kernels look at them for nothing else, so run i of padding stands for the padding of expert i, whichever expert
@@ -74,8 +83,8 @@ def _experts(handle: DispatchHandle, num_local: int) -> tuple[Tensor, Tensor]:
     counts = torch.zeros_like(offsets[:-1])
     if handle.layout == "compact":
         return counts, offsets
-    is_padding = (handle.row_pair < 0).int()
-    edges = torch.diff(is_padding, prepend=is_padding.new_zeros(1), append=is_padding.new_zeros(1))
+    pads = (handle.row_pair < 0 if is_padding is None else is_padding).int()
+    edges = torch.diff(pads, prepend=pads.new_zeros(1), append=pads.new_zeros(1))
     begins, ends = (edges > 0).nonzero()[:, 0], (edges < 0).nonzero()[:, 0]
     num_runs = begins.numel()
     offsets[1 : num_runs + 1] = ends

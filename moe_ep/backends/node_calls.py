@@ -31,13 +31,16 @@ class NodeCalls:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait.
         num_bytes: what the two slots of the segment hold at first, together.
+        part: places in the group of the ranks of this node; None for all.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_secs: float, num_bytes: int = 0, part: range | None = None
+    ) -> None:
         self._kernels = require()
         self._device_idx = torch.cuda.current_device()
         self._device = torch.device("cuda", self._device_idx)
-        self._memory = NodeMemory(group, timeout_secs, max(START_BYTES, num_bytes // 2))
+        self._memory = NodeMemory(group, timeout_secs, max(START_BYTES, num_bytes // 2), part)
         self.ranks, self.rank = self._memory.ranks, self._memory.rank
         self.num_sms = 20
         self.joins_stream = True
@@ -68,6 +71,19 @@ class NodeCalls:
         self._kept.clear()
         self._kept_for_graphs.clear()
         self._memory.close()
+
+    def reset(self) -> None:
+        """See `moe_ep.backends.base.Backend`."""
+        self._synchronize()
+        try:
+            with torch.cuda.device(self._device):
+                self._memory.reset()
+        except RuntimeError as error:  # the others may have a new generation by now
+            self._faults.stop(str(error))
+            raise
+        self._faults.forget()
+        self._unsettled = None
+        self._num_calls = 0
 
     def _synchronize(self) -> None:
         """Until no kernel of this exchange runs: a graph replays on whatever stream its caller chose."""

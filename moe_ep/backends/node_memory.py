@@ -75,27 +75,37 @@ class Gathering:
         )
 
 
-def _host() -> str:
+def host_id() -> str:
     """This machine as long as it runs: the kernel's boot number, which containers on it share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def why_unavailable(group: dist.ProcessGroup | None, timeout_secs: float) -> str | None:
+def why_unavailable(
+    group: dist.ProcessGroup | None, timeout_secs: float, reads: Sequence[int] | None = None, obstacle: str = ""
+) -> str | None:
     """Why the ranks of `group` cannot read each other's GPU memory, the same sentence on every rank; None if they can.
 
     Collective over the group.
+
+    Args:
+        group: the EP group.
+        timeout_secs: limit of every wait.
+        reads: places in the group whose memory this rank will read; None for all.
+        obstacle: what else is in this rank's way.
     """
     kernels = load()
-    problem, facts = "", {"host": _host(), "pci": ""}
+    problem, facts = "", {"host": host_id(), "pci": ""}
     if kernels is None:
         problem = "this install has no CUDA kernels, because no nvcc was found when it was made"
     elif not torch.cuda.is_available():
         problem = "torch sees no CUDA device"
     else:
         facts["pci"] = kernels.pci_bus_id()
-        if dist.is_initialized() and group is not None and dist.get_world_size(group) > kernels.max_ranks:
-            problem = f"the group has more than {kernels.max_ranks} ranks"
+        if dist.is_initialized() and group is not None and reads is None:
+            if dist.get_world_size(group) > kernels.max_ranks:
+                problem = f"the group has more than {kernels.max_ranks} ranks"
+    problem = problem or obstacle
     if group is None or dist.get_world_size(group) == 1:
         return problem or None
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -104,7 +114,8 @@ def why_unavailable(group: dist.ProcessGroup | None, timeout_secs: float) -> str
     gathering = Gathering(c10d.PrefixStore(str(number), base), ranks, rank)
     all_facts = [json.loads(text) for text in gathering.all("facts", json.dumps(facts | {"no": problem}), timeout_secs)]
     if not problem and kernels is not None:
-        problem = _obstacle(kernels, facts, all_facts, ranks)
+        near = range(len(ranks)) if reads is None else reads
+        problem = _obstacle(kernels, facts, [all_facts[peer] for peer in near], [ranks[peer] for peer in near])
     for peer, text in enumerate(gathering.all("verdict", problem, timeout_secs)):
         if text:
             return f"on rank {ranks[peer]} {text}"
@@ -144,20 +155,29 @@ class NodeMemory:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait, on the host and on the device.
         slot_bytes: what each of the two slots of a segment holds at first.
+        part: places in the group of the ranks that take part, this one among them; None for all.
 
     Attributes:
+        ranks, rank: global ranks that take part, and this one's place among them.
+        group_ranks: those of the whole group.
         name: of this memory among those of the group.
         generation: how often it was begun anew.
         fingerprint: of both, the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, slot_bytes: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_secs: float, slot_bytes: int, part: range | None = None
+    ) -> None:
         kernels = load()
         assert kernels is not None
         self.ranks: tuple[int, ...] = (0,)
+        self.group_ranks: tuple[int, ...] = (0,)
         self.rank = 0
         if group is not None:
-            self.ranks, self.rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+            ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+            part = range(len(ranks)) if part is None else part
+            self.ranks, self.rank = tuple(ranks[place] for place in part), part.index(rank)
+            self.group_ranks = tuple(ranks)
         alone = len(self.ranks) == 1
         self.timeout_secs = timeout_secs
         self.generation = 0
@@ -191,6 +211,20 @@ class NodeMemory:
         self._blocks.append((address, num_bytes))
         bytes_of = torch.as_tensor(_DeviceBytes(address, num_bytes, self.exchange), device="cuda")
         return bytes_of.view(dtype).view(tuple(shape))
+
+    def adopt(self, export: Callable[[], bytes] | None, addresses: Sequence[int]) -> int:
+        """Makes memory that somebody else owns readable in place; the number of the block. Collective.
+
+        Args:
+            export: of this rank's memory, for peers that open it; None where `addresses` say where it lies already.
+            addresses: of every rank's memory, as this GPU finds it. Only this rank's counts where `export` is given.
+        """
+        known = [address if export is None or peer == self.rank else 0 for peer, address in enumerate(addresses)]
+        self.exchange.adopt_block(known)
+        if export is not None:
+            self._share(f"block/{len(self._blocks)}", export, self.exchange.open_block)
+        self._blocks.append((0, 0))  # its tensors are not the caller's: `places_of` does not look for them
+        return len(self._blocks)
 
     def places_of(self, kinds: Sequence[Tensor]) -> tuple[int, ...]:
         """Where tensors lie in blocks, for a header: a byte each with the number of the block, then offset and stride

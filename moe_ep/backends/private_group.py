@@ -37,14 +37,15 @@ class PrivateGroup:
         group: the caller's group, of at least two ranks.
         timeout_secs: limit of every wait. Past it, or when a connection breaks, `EPTimeoutError` is raised, and
             every later call raises it at once until `reopen`.
+        on_host: go through the host, also with tensors of a GPU, whatever the caller's group carries.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_secs: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_secs: float, on_host: bool = False) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.generation = 0
         self.timeout_secs = timeout_secs
-        self.uses_cuda = "nccl" in str(dist.get_backend_config(group))
+        self.uses_cuda = not on_host and "nccl" in str(dist.get_backend_config(group))
         self._dead: str | None = None
         self._closed: str | None = None
         self._num_calls = 0
@@ -145,12 +146,14 @@ class PrivateGroup:
     ) -> Tensor:
         """Sends `send_counts[r]` rows of `send` (ordered by rank) to each rank r; returns the rows received.
 
-        Any dtype travels: the rows go as bytes. On CUDA the current stream waits for them, the host only if told to.
+        Any dtype travels: the rows go as bytes. On CUDA the current stream waits for them, the host only if told to;
+        where the group goes through the host, that waits always.
         Counts to and from ranks that take no part are 0.
         """
         num_out = [send_counts[rank] for rank in self.members]
         num_in = [recv_counts[rank] for rank in self.members]
-        send = send.contiguous()
+        device = send.device
+        send = (send if self.uses_cuda else send.cpu()).contiguous()
         out = send.new_empty(sum(recv_counts), *send.shape[1:])
         rows_out, rows_in = _as_bytes(out), _as_bytes(send)
         options = dist.AllToAllOptions()
@@ -160,7 +163,7 @@ class PrivateGroup:
             lambda: self._group.alltoall_base(rows_out, rows_in, num_in, num_out, options),
             host_waits,
         )
-        return out
+        return out.to(device)
 
     def all_to_all_host(self, table: Tensor, what: str) -> Tensor:
         """One row of a small CPU table to each rank; the host waits for the rows of the others.
@@ -178,8 +181,9 @@ class PrivateGroup:
         """Sums in place over the ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        self._run(what, lambda: self._group.allreduce([tensor], options))
-        return tensor
+        carried = tensor if self.uses_cuda else tensor.cpu()
+        self._run(what, lambda: self._group.allreduce([carried], options))
+        return tensor if carried is tensor else tensor.copy_(carried)
 
     def exchange_text(self, text: str, what: str) -> list[str]:
         """Every rank's text (cut at 2048 bytes), in rank order."""

@@ -20,7 +20,7 @@ from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.header import DTYPES, OPERATIONS, Header
 from moe_ep.backends.plan import checked_ids, finish_plan
 from moe_ep.backends.private_group import PrivateGroup
-from moe_ep.backends.rows import poison, resize, take
+from moe_ep.backends.rows import pack_ids, pairs_by, poison, resize, slots_of, take, unpack_ids
 from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.layout import (
@@ -39,13 +39,14 @@ class TorchDistBackend:
     Args:
         group: the EP group, or None for a single rank.
         timeout_secs: limit of every wait.
+        on_host: the collectives go through the host, whatever `group` carries.
     """
 
     name = "torch"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, on_host: bool = False) -> None:
         alone = group is None or dist.get_world_size(group) == 1
-        self._group = None if alone or group is None else PrivateGroup(group, timeout_secs)
+        self._group = None if alone or group is None else PrivateGroup(group, timeout_secs, on_host)
         if self._group is not None:
             self.ranks, self.rank = self._group.ranks, self._group.rank
         else:
@@ -117,8 +118,10 @@ class TorchDistBackend:
             pair_row=layout.send_token.new_empty(0, dtype=torch.int32),
         )
         with self._agreement.committed("dispatch"):
-            recv_token, idx_SK, weights_SK = self._exchange_ids(handle, layout, request.topk_weights)
-            return finish_plan(replace(handle, recv_token=recv_token), request, idx_SK, weights_SK, self._faults)
+            recv_token, idx_SK, weights_SK = self._exchange_ids(handle, layout, ids_TK, request)
+            plan = finish_plan(replace(handle, recv_token=recv_token), request, idx_SK, weights_SK, self._faults)
+        plan.handle.prepared.update(handle.prepared)
+        return plan
 
     def plan_and_dispatch(
         self, request: DispatchRequest, scales: Tensor | None
@@ -129,21 +132,13 @@ class TorchDistBackend:
         return plan, *self.dispatch_scaled(plan.handle, request.x, scales)
 
     def _exchange_ids(
-        self, handle: DispatchHandle, layout: SendLayout, weights_TK: Tensor | None
+        self, handle: DispatchHandle, layout: SendLayout, ids_TK: Tensor, request: DispatchRequest
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the compact rows received, in one exchange: source tokens [S] int32, local ids and weights [S, K]."""
-        ids_SK, weights_SK = rows_for_peers(layout, weights_TK)
-        if self._group is None:
-            return layout.send_token.int(), ids_SK, weights_SK
-        words = [layout.send_token.int().unsqueeze(1), ids_SK.int()]
-        if weights_SK is not None:
-            words.append(weights_SK.view(torch.int32))
-        received = self._scatter(handle, torch.cat(words, dim=1), "dispatch")
-        past_ids = 1 + handle.num_topk
-        if weights_SK is not None:
-            own_memory = received[:, past_ids:].clone(memory_format=torch.contiguous_format)
-            weights_SK = own_memory.view(weights_SK.dtype)
-        return received[:, 0].clone(), received[:, 1:past_ids].long(), weights_SK
+        ids_SK, weights_SK = rows_for_peers(layout, request.topk_weights)
+        words = pack_ids(layout.send_token, ids_SK, weights_SK)
+        dtype = None if weights_SK is None else weights_SK.dtype
+        return unpack_ids(self._scatter(handle, words, "dispatch"), handle.num_topk, dtype)
 
     def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
         self._open("cached dispatch", handle, x)
@@ -204,13 +199,7 @@ class TorchDistBackend:
             grad_SK = grad_row_weights.new_zeros(handle.num_compact_rows * num_topk)
             grad_SK[handle.row_pair[handle.real_rows]] = grad_row_weights[handle.real_rows]
             grad_SK = grad_SK.view(-1, num_topk)
-        back_SK = self._gather(handle, grad_SK, "dispatch backward")
-        rank_S = torch.repeat_interleave(torch.tensor(handle.send_counts, device=back_SK.device))
-        mine_SK = handle.slot_rank.index_select(0, handle.send_token) == rank_S.unsqueeze(1)
-        grad_TK = back_SK.new_zeros(handle.num_tokens, num_topk)
-        row, slot = mine_SK.nonzero(as_tuple=True)
-        grad_TK[handle.send_token[row], slot] = back_SK[row, slot]
-        return grad_TK
+        return self._slots_home(handle, grad_SK, "dispatch backward")
 
     # -- combine ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +224,7 @@ class TorchDistBackend:
 
     def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
         with self._agreement.committed("combine"):
-            return handle.home_sum(self._gather(handle, weights[: handle.num_compact_rows], "combine"))
+            return self._add_home(handle, weights[: handle.num_compact_rows], "combine")
 
     def _sum_home(
         self,
@@ -252,15 +241,12 @@ class TorchDistBackend:
             x_SH = rows[: handle.num_compact_rows]
         else:
             x_SH = handle.local_sum(rows, weights)
-        return handle.home_sum(self._gather(handle, x_SH, what), bias=bias)
+        return self._add_home(handle, x_SH, what, bias)
 
     def _combine_exact(
         self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, bias: Sequence[Tensor]
     ) -> Tensor:
         """Brings every (token, slot) row home unreduced and adds in slot order, so that W cannot show."""
-        ranks_W = torch.arange(len(self.ranks), device=rows.device)
-        slots = (handle.slot_rank.unsqueeze(0) == ranks_W.view(-1, 1, 1)).nonzero()  # (rank, token, slot), ascending
-        home = torch.bincount(slots[:, 0], minlength=len(self.ranks)).tolist()
         if handle.overflowed:
             send = rows.new_full((sum(handle.recv_pairs), rows.shape[1]), float("nan"))
             scale = None if weights is None else weights.new_full((sum(handle.recv_pairs),), float("nan"))
@@ -268,11 +254,10 @@ class TorchDistBackend:
             row_of_pair = handle.real_rows[torch.argsort(handle.row_pair[handle.real_rows])]
             send = rows.index_select(0, row_of_pair)
             scale = None if weights is None else weights.index_select(0, row_of_pair)
-        if self._group is not None:
-            send = self._group.all_to_all(send, "combine", handle.recv_pairs, home)
-            scale = None if scale is None else self._group.all_to_all(scale, "combine", handle.recv_pairs, home)
+        came, slots = self._pairs_home(handle, send)
+        scale = None if scale is None else self._pairs_home(handle, scale)[0]
         in_slot_order = torch.argsort(slots[:, 1] * handle.num_topk + slots[:, 2])
-        return OrderedSum.from_terms(slots[in_slot_order, 1], in_slot_order, handle.num_tokens)(send, scale, bias)
+        return OrderedSum.from_terms(slots[in_slot_order, 1], in_slot_order, handle.num_tokens)(came, scale, bias)
 
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
@@ -347,12 +332,40 @@ class TorchDistBackend:
             exact=exact,
             placement=handle.placement,
             x_needs_grad=needs_grad,
+            lacks_route=self._lacks_route(handle),
         )
         return self._agreement.exchange(header, self._agreement.refusal_of(handle.send_counts, handle.recv_counts))
+
+    def _lacks_route(self, handle: DispatchHandle) -> bool:
+        """A handle says all that one hop has to know."""
+        return False
+
+    # -- the ways of rows between the ranks ---------------------------------------------------------------------------
 
     def _scatter_rows(self, handle: DispatchHandle, x: Tensor) -> Tensor:
         """[T, H] at the sources -> [S, H] compact rows here."""
         return self._scatter(handle, x.index_select(0, handle.send_token), "dispatch")
+
+    def _add_home(self, handle: DispatchHandle, x_SH: Tensor, what: str, bias: Sequence[Tensor] = ()) -> Tensor:
+        """[S, H] sums of the ranks -> [T, H] sums over the ranks, behind the tensors of `bias`."""
+        return handle.home_sum(self._gather(handle, x_SH, what), bias=bias)
+
+    def _slots_home(self, handle: DispatchHandle, values_SK: Tensor, what: str) -> Tensor:
+        """[S, K] -> [T, K]: of each slot the value that its rank has, 0 where there is none."""
+        came_SK = self._gather(handle, values_SK, what)
+        return slots_of(came_SK, handle.send_token, handle.slot_rank, handle.send_counts)
+
+    def _pairs_home(self, handle: DispatchHandle, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of every (compact row, slot) -> those of the own (token, slot) pairs, and (sender, token, slot) of each.
+
+        Both ascend: in (compact row, slot), and in (sender, token, slot).
+        """
+        world = len(self.ranks)
+        slots = pairs_by(handle.slot_rank, range(world))
+        if self._group is None:
+            return rows, slots
+        home = torch.bincount(slots[:, 0], minlength=world).tolist()
+        return self._group.all_to_all(rows, "combine", handle.recv_pairs, home), slots
 
     def _scatter(self, handle: DispatchHandle, rows: Tensor, what: str) -> Tensor:
         if self._group is None:

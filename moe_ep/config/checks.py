@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moe_ep.config.problems import Problem, dotted
 
 if TYPE_CHECKING:
-    from moe_ep.config.schema import Config, ModelConfig, MoEConfig, RouterConfig, TrainConfig
+    from moe_ep.config.schema import Config, EPConfig, ModelConfig, MoEConfig, RouterConfig, TrainConfig
 
 FP8_STEP = 16  # elements
 MAX_DIVISORS = 16  # that a sentence lists
@@ -42,6 +42,18 @@ def router_problems(router: RouterConfig) -> list[Problem]:
         )
         problems.append(Problem((*path, "group_score"), text))
     return problems
+
+
+def ep_problems(ep: EPConfig) -> list[Problem]:
+    """Only one backend knows nodes."""
+    if ep.ranks_per_node is None or ep.backend == "internode":
+        return []
+    path = (*ep.section, "ranks_per_node")
+    text = (
+        f"{dotted(path)} is {ep.ranks_per_node}, but moe.ep.backend is {ep.backend}, which knows no nodes. Set the "
+        "backend to internode, or ranks_per_node to null."
+    )
+    return [Problem(path, text)]
 
 
 def moe_problems(moe: MoEConfig, max_topk: int) -> list[Problem]:

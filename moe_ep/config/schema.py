@@ -120,12 +120,18 @@ class EPConfig(Section):
     backend: Literal["auto", "torch", "intranode", "internode"] = Field(
         default="auto", description="what moves the rows"
     )
+    ranks_per_node: Count | None = Field(
+        default=None, description="ranks that make a node for the internode backend; null = those on one host"
+    )
     comm_sms: Count | None = Field(
         default=None, description="SM budget of the communication kernels; null = their default"
     )
     timeout_secs: Positive = Field(default=100.0, description="limit on every wait, seconds")
     alignment: Count = Field(default=1, description="rows per expert are padded to a multiple of this")
     exact: Flag = Field(default=False, description="sum a token's K rows in slot order, whatever the EP size")
+
+    def cross_problems(self) -> list[Problem]:
+        return checks.ep_problems(self)
 
 
 class FP8Config(Section):

@@ -37,6 +37,24 @@ SETTINGS = (
         "unset it, unless the links of this machine are at fault",
     ),
     Setting(
+        "NVSHMEM_DISABLE_P2P",
+        None,
+        "NVSHMEM sends through the network what NVLink could carry",
+        "unset it, unless the links of this machine are at fault",
+    ),
+    Setting(
+        "NVSHMEM_IBGDA_NIC_HANDLER",
+        ("cpu",),
+        "NVSHMEM wants gdrcopy for it",
+        "set cpu_host_memory, which wants no driver but the GPU's, or gpu",
+    ),
+    Setting(
+        "NVSHMEM_REMOTE_TRANSPORT",
+        ("none",),
+        "NVSHMEM reaches no other machine",
+        "unset it, or set ibrc, ibdevx or libfabric, for a job of several machines",
+    ),
+    Setting(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         None,
         "every allocation of a tensor waits for the GPU",

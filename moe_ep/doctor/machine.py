@@ -56,6 +56,11 @@ class Machine:
         places = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
         return next((place for place in places if place and os.access(place, os.X_OK)), None)
 
+    def rdma_cards(self) -> list[str]:
+        """Devices of InfiniBand or RoCE, by name."""
+        folder = Path("/sys/class/infiniband")
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
     # -- Python packages ----------------------------------------------------------------------------------------------
 
     def version(self, distribution: str) -> str | None:

@@ -46,14 +46,39 @@ def megatron(machine: Machine) -> list[Finding]:
 
 
 def nvshmem(machine: Machine) -> list[Finding]:
-    """Needed between nodes alone."""
+    """Needed between nodes alone: its Python package starts it, its library is what our extension was linked with."""
     found = {name: version for name in _NVSHMEM + _NVSHMEM_LIBRARY if (version := machine.version(name)) is not None}
     names = " and ".join(f"{name} {version}" for name, version in found.items())
+    built = machine.has_module("moe_ep._C_nvshmem")
+    if any(name in found for name in _NVSHMEM) and built:
+        return [Finding("NVSHMEM", "ok", f"{names}; the kernels between nodes are built")]
+    install = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (-cu12 for CUDA 12)"
     if any(name in found for name in _NVSHMEM):
-        return [Finding("NVSHMEM", "ok", f"{names}; kernels between nodes are not in this version")]
+        again = "and then this package again, where nvcc is; nothing inside a node"
+        sentence = f"{names}, but this install was made without it: no kernels between nodes"
+        return [Finding("NVSHMEM", "missing", sentence, f"{install}, {again}")]
     has = f"{names} without nvshmem4py" if found else "not installed"
-    sentence = f"{has}; only kernels between nodes need it, and they are not in this version"
-    return [Finding("NVSHMEM", "missing", sentence, "nothing inside a node; later: pip install nvshmem4py-cu13")]
+    also = "" if built else ", then this package again, where nvcc is"
+    sentence = f"{has}; only kernels between nodes need it"
+    return [Finding("NVSHMEM", "missing", sentence, f"nothing inside a node; between nodes: {install}{also}")]
+
+
+def network(machine: Machine) -> list[Finding]:
+    """Cards that NVSHMEM can send through."""
+    subject, cards = "RDMA", machine.rdma_cards()
+    if not machine.gpus():
+        return []
+    if not cards:
+        fix = "none is needed on one machine; between nodes: drivers of the cards (rdma-core), visible in the container"
+        return [Finding(subject, "missing", "no card in /sys/class/infiniband: NVSHMEM stays on this machine", fix)]
+    level = machine.environ.get("NVSHMEM_IB_SL")
+    lane = "service level 0, NVSHMEM_IB_SL sets another" if level is None else f"service level {level}"
+    text = f"{len(cards)} cards ({', '.join(cards)}) for {len(machine.gpus())} GPUs, {lane}"
+    if len(cards) < len(machine.gpus()):
+        return [
+            Finding(subject, "warning", f"{text}: GPUs share a card's bandwidth", "one card a GPU is what rails want")
+        ]
+    return [Finding(subject, "ok", text)]
 
 
 def deep_ep(machine: Machine) -> list[Finding]:

@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     packages.transformer_engine,
     packages.megatron,
     packages.nvshmem,
+    packages.network,
     packages.deep_ep,
     environment,
 )
@@ -38,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
 REQUIREMENTS = {
     "cuda": ("PyTorch", "GPU", "kernels"),
     "intranode": ("PyTorch", "GPU", "kernels", "GPU peers", "IPC"),
+    "internode": ("PyTorch", "collectives", "GPU", "kernels", "GPU peers", "IPC", "NVSHMEM", "RDMA"),
     "te": ("PyTorch", "Transformer Engine"),
     "megatron": ("PyTorch", "Megatron-Core"),
 }

@@ -54,12 +54,16 @@ def check_routing(
     idx_dtype: torch.dtype = torch.int64,
     exact: bool = False,
     device: str = "cpu",
+    ranks_per_node: int | None = None,
+    hop: str = "auto",
 ) -> None:
     """`check_round_trip` for a named routing, with one expert more than two a rank."""
     world = dist.get_world_size(group)
     num_experts = 2 * world + 1
     inputs = make_inputs(routing, tokens, world, HIDDEN, NUM_TOPK, num_experts, dtype)
-    check_round_trip(group, backend, layout, inputs, num_experts, alignment, idx_dtype, exact, device)
+    check_round_trip(
+        group, backend, layout, inputs, num_experts, alignment, idx_dtype, exact, device, ranks_per_node, hop
+    )
 
 
 def check_round_trip(
@@ -72,8 +76,13 @@ def check_round_trip(
     idx_dtype: torch.dtype = torch.int64,
     exact: bool = False,
     device: str = "cpu",
+    ranks_per_node: int | None = None,
+    hop: str = "auto",
 ) -> None:
-    """Forward bits, counts and order; combine bits; dx bits; dw against float64. The oracle runs on the CPU."""
+    """Forward bits, counts and order; combine bits; dx bits; dw against float64. The oracle runs on the CPU.
+
+    With `ranks_per_node` the ranks of a node add up theirs first.
+    """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     owner = owner_table(num_experts, world)
     dtype = inputs[0][0].dtype
@@ -81,7 +90,8 @@ def check_round_trip(
     x, idx, weights = (t.to(device, copy=True) for t in inputs[rank])
     x.requires_grad_()
     weights.requires_grad_()
-    with moe_ep.Buffer(group, backend=backend, timeout_secs=20) as buffer:
+    nodes = ranks_per_node or 1
+    with moe_ep.Buffer(group, backend=backend, timeout_secs=20, ranks_per_node=ranks_per_node, hop=hop) as buffer:
         out = moe_ep.dispatch(
             buffer, x, idx.to(idx_dtype), weights, num_experts=num_experts, layout=layout, alignment=alignment
         )
@@ -93,11 +103,11 @@ def check_round_trip(
         rows = made[rank].to(device, copy=True).requires_grad_()
         row_weights = out.topk_weights.detach().clone().requires_grad_() if weighted else None
         y = moe_ep.combine(buffer, rows, out.handle, row_weights, exact=exact)
-        home = combine_loop(made, expected, [len(i) for _, i, _ in inputs], weighted, exact)
+        home = combine_loop(made, expected, [len(i) for _, i, _ in inputs], weighted, exact, nodes)
         assert_same_bits(y, home[rank], "y")
 
         _check_combine_gradient(y, rows, row_weights, expected, inputs, rank)
-        _check_dispatch_gradient(out, x, weights, expected, inputs, rank, layout)
+        _check_dispatch_gradient(out, x, weights, expected, inputs, rank, layout, nodes)
 
 
 def _check_received(
@@ -157,6 +167,7 @@ def _check_dispatch_gradient(
     inputs: list[tuple[Tensor, Tensor, Tensor]],
     rank: int,
     layout: str,
+    ranks_per_node: int,
 ) -> None:
     """dx is an unweighted combine, bit for bit; dw comes back to its slot unchanged."""
     grad_rows = _payload(expected, x.dtype, seed=3)
@@ -170,7 +181,8 @@ def _check_dispatch_gradient(
     ]
     arriving = [grad_rows[rank].to(x.device), grad_weights[rank].to(x.device, weights.dtype)]
     torch.autograd.backward([out.x, out.topk_weights], arriving)
-    home = combine_loop(grad_rows, expected, [len(i) for _, i, _ in inputs], weighted=False)
+    num_tokens = [len(i) for _, i, _ in inputs]
+    home = combine_loop(grad_rows, expected, num_tokens, weighted=False, ranks_per_node=ranks_per_node)
     assert x.grad is not None
     assert_same_bits(x.grad, home[rank], "dx")
     dw = torch.zeros(weights.shape, dtype=torch.float64)

@@ -111,7 +111,7 @@ def _why(group: dist.ProcessGroup, odd: str) -> list[str | None]:
         host = f"machine {rank == 1 and odd == 'host'}"
         if odd == "kernels" and rank == 1:
             node_memory.load.return_value = None  # type: ignore[attr-defined]
-        with mock.patch.object(node_memory, "_host", return_value=host):
+        with mock.patch.object(node_memory, "host_id", return_value=host):
             return [why_unavailable(group, PATIENCE_SECS) for _ in range(2)]
 
 
@@ -129,7 +129,7 @@ def test_all_processes_give_the_same_reason(ranks: Pools, odd: str) -> None:
 
 
 def _hosts(group: dist.ProcessGroup) -> tuple[int, str]:
-    return os.getpid(), node_memory._host()
+    return os.getpid(), node_memory.host_id()
 
 
 def test_processes_of_one_machine_know_that_it_is_one(ranks: Pools) -> None:

@@ -65,8 +65,10 @@ class FakeMachine(Machine):
             "transformer-engine": "2.20.2",
             "megatron-core": "0.19.2",
             "nvshmem4py-cu13": "0.4.1",
+            "moe_ep._C_nvshmem": "",
             "deep_ep": "1.2.1",
         }
+        self.cards = ["mlx5_0", "mlx5_1"]
         self.obstacles: dict[str, str] = {"mxfp8": "it needs compute capability 10.0"}
         self.load_error: Exception | None = None
         self.torch, self.cuda, self.cuda_says = "2.11.0+cu130", "13.0", ""
@@ -91,6 +93,9 @@ class FakeMachine(Machine):
 
     def installed_home(self) -> Path | None:
         return self.installed
+
+    def rdma_cards(self) -> list[str]:
+        return self.cards
 
     def has_module(self, name: str) -> bool:
         return name in self.versions
@@ -137,6 +142,7 @@ def laptop(environ: Mapping[str, str] | None = None, **answers: Any) -> FakeMach
         "found_gpus": [],
         "extension": None,
         "versions": {},
+        "cards": [],
         "obstacles": {},
         "torch": "2.13.0+cpu",
         "cuda": None,

@@ -30,7 +30,8 @@ class Record:
     slot_bytes = 16 << 20
 
     def __init__(self, ranks: tuple[int, ...] = RANKS, rank: int = OWN) -> None:
-        self.ranks, self.rank, self.generation, self.timeout_secs = ranks, rank, GENERATION, 2.5
+        self.ranks = self.group_ranks = ranks
+        self.rank, self.generation, self.timeout_secs = rank, GENERATION, 2.5
         self.exchange = self
         self.verdict, self.bad = GO, (-1, 0)
         self.sent = [words(Header()) for _ in ranks]

@@ -41,7 +41,8 @@ def only(check: Check, machine: Machine) -> Finding:
             "2.20.2 serves blockwise, current, delayed; not mxfp8: it needs compute capability 10.0",
         ),
         (packages.megatron, "0.19.2, of 0.16 to 0.19 that are known: --spec and flex both work"),
-        (packages.nvshmem, "nvshmem4py-cu13 0.4.1; kernels between nodes are not in this version"),
+        (packages.nvshmem, "nvshmem4py-cu13 0.4.1; the kernels between nodes are built"),
+        (packages.network, "2 cards (mlx5_0, mlx5_1) for 2 GPUs, service level 0, NVSHMEM_IB_SL sets another"),
         (packages.deep_ep, "1.2.1 is installed; install() hides it, where it is called before the first import"),
         (environment, "nothing is set that is known to hurt"),
     ],
@@ -168,6 +169,21 @@ def test_a_machine_with_everything_is_ok(check: Check, sentence: str) -> None:
             "pip install nvshmem4py-cu13",
         ),
         (
+            packages.nvshmem,
+            laptop(versions={"nvshmem4py-cu13": "0.4.1"}),
+            "missing",
+            "nvshmem4py-cu13 0.4.1, but this install was made without it",
+            "this package again, where nvcc is",
+        ),
+        (packages.network, FakeMachine(cards=[]), "missing", "NVSHMEM stays on this machine", "none is needed on one"),
+        (
+            packages.network,
+            FakeMachine({"NVSHMEM_IB_SL": "3"}, cards=["mlx5_0"]),
+            "warning",
+            "1 cards (mlx5_0) for 2 GPUs, service level 3: GPUs share a card's bandwidth",
+            "one card a GPU",
+        ),
+        (
             software.package,
             FakeMachine(where=Path("/src/moe_ep")),
             "warning",
@@ -185,7 +201,7 @@ def test_what_is_not_well_is_said_with_its_fix(
     assert fix in found.fix
 
 
-@pytest.mark.parametrize("check", [hardware.peers, hardware.ipc, hardware.nvlink])
+@pytest.mark.parametrize("check", [hardware.peers, hardware.ipc, hardware.nvlink, packages.network])
 def test_without_a_gpu_nothing_is_said_about_links(check: Check) -> None:
     assert check(laptop()) == []
 

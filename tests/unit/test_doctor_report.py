@@ -82,7 +82,7 @@ def test_a_warning_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_requirement_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = run(monkeypatch, FakeMachine(), "--require", "cuda,rocm")
     assert code == 2
-    assert output == "--require names rocm; it knows cuda, intranode, te, megatron.\n"
+    assert output == "--require names rocm; it knows cuda, intranode, internode, te, megatron.\n"
 
 
 def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_of_several_obstacles_all_ranks_give_the_lowest_ranks(node: FakeNode) ->
 
 
 def test_a_rank_on_another_machine_is_named_on_every_rank(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_memory, "_host", lambda: "far" if node.rank == 1 else "near")
+    monkeypatch.setattr(node_memory, "host_id", lambda: "far" if node.rank == 1 else "near")
     assert answers(node) == {f"on rank {FIRST} rank {FIRST + 1} is on another machine"}
 
 
@@ -94,5 +94,5 @@ def test_a_rank_alone_answers_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_machine_is_told_from_another_as_long_as_it_runs() -> None:
-    assert node_memory._host()
-    assert node_memory._host() == node_memory._host()
+    assert node_memory.host_id()
+    assert node_memory.host_id() == node_memory.host_id()

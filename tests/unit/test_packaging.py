@@ -102,3 +102,25 @@ def test_without_nvcc_the_build_says_in_one_line_that_it_is_pure_python(checkout
     assert ran.returncode == 0, ran.stderr
     said = [line for line in ran.stdout.splitlines() if line.startswith("moe_ep:")]
     assert said == ["moe_ep: installed as pure Python, without CUDA kernels, because no nvcc was found."]
+
+
+def test_rails_over_nvshmem_are_built_where_its_headers_are(checkout: Path, tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    home = tmp_path / "nvshmem"
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "nvshmem.h").touch()
+    without = "moe_ep: without rails over NVSHMEM, because its wheel was not found."
+    for setting, is_found in (("", False), (str(tmp_path), False), (str(home), True)):
+        ran = run_setup(checkout, CUDA_HOME=str(tmp_path), NVSHMEM_HOME=setting)
+        assert ran.returncode == 0, ran.stderr
+        assert (without not in ran.stdout) == is_found
+        found = subprocess.run(
+            [sys.executable, ROOT / "scripts" / "nvshmem_home.py"],
+            env=os.environ | {"NVSHMEM_HOME": setting},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert found.stdout.strip() == (str(home) if is_found else "")

@@ -1,0 +1,153 @@
+"""What the CUDA extensions offer between nodes: rails over CUDA IPC (`moe_ep._C`) and NVSHMEM (`moe_ep._C_nvshmem`).
+
+The contracts are in csrc/rail.h, csrc/rail_ipc.h, csrc/node_sum.h and csrc/nvshmem/rail_nvshmem.h.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+RAIL_MODULE = "moe_ep._C_nvshmem"
+
+
+class NativeRound(Protocol):
+    """`RailRound` of csrc/rail.h."""
+
+
+class NativeRail(Protocol):
+    """One rank's part of a rail, whatever carries it."""
+
+    block: int
+    block_bytes: int
+    flow_bytes: int
+
+    def inbox(self, slot: int) -> int:
+        """Where in the block the rows of a slot come in, node after node, bytes."""
+
+    def outbox(self, slot: int) -> int:
+        """Where in the block the rows of a slot set out, node after node, bytes."""
+
+    def watch(self, *, node_state: int, record: int, timeout_secs: float) -> None: ...
+
+    def begin_generation(self, generation: int) -> None: ...
+
+    def sent_bytes(self) -> int:
+        """Bytes of rows put to other nodes since then; the host waits for the device."""
+
+    def send(
+        self, round: NativeRound, rows: Sequence[tuple[int, int, int]], token: int, num_sms: int, stream: int
+    ) -> None:
+        """(x, stride in bytes, bytes) of each kind of rows; `token` 0: what lies in the outbox."""
+
+    def wait_free(self, round: NativeRound, stream: int) -> None: ...
+
+    def wait(self, round: NativeRound, stream: int) -> None: ...
+
+    def take(self, round: NativeRound, stream: int) -> None: ...
+
+
+class NativeIpcRail(NativeRail, Protocol):
+    """A rail between processes of one machine."""
+
+    def export_block(self) -> bytes: ...
+
+    def open_block(self, node: int, exported: bytes) -> None: ...
+
+
+class NativeNvshmemRail(NativeRail, Protocol):
+    """A rail over NVSHMEM."""
+
+    def release(self) -> None: ...
+
+    def address_at(self, pe: int) -> int: ...
+
+
+class RailKernels(Protocol):
+    """The part of `moe_ep._C` that works between nodes."""
+
+    max_nodes: int
+
+    def RailRound(
+        self,
+        *,
+        number: int,
+        num_rounds: int,
+        operation: int,
+        row_bytes: int,
+        flow_bytes: int,
+        first_out: int,
+        num_in: int,
+    ) -> NativeRound: ...
+
+    def IpcRail(
+        self, *, node: int, num_nodes: int, flow_bytes: int, node_state: int, record: int, timeout_secs: float
+    ) -> NativeIpcRail: ...
+
+    def node_sum(
+        self,
+        *,
+        inbox: int,
+        flow_bytes: int,
+        own: int,
+        own_by_place: bool,
+        bias: tuple[int, int],
+        place: int,
+        node: int,
+        num_nodes: int,
+        first_token: int,
+        num_tokens: int,
+        row_bytes: int,
+        y: int,
+        poison: int,
+        state: int,
+        dtype: str,
+        num_sms: int,
+        stream: int,
+    ) -> None: ...
+
+
+class NvshmemKernels(Protocol):
+    """`moe_ep._C_nvshmem`, whose rounds are its own."""
+
+    def register_kernels(self) -> None: ...
+
+    def RailRound(
+        self,
+        *,
+        number: int,
+        num_rounds: int,
+        operation: int,
+        row_bytes: int,
+        flow_bytes: int,
+        first_out: int,
+        num_in: int,
+    ) -> NativeRound: ...
+
+    def NvshmemRail(
+        self,
+        *,
+        node: int,
+        pes: Sequence[int],
+        flow_bytes: int,
+        node_state: int,
+        record: int,
+        timeout_secs: float,
+    ) -> NativeNvshmemRail: ...
+
+
+@functools.cache
+def load_nvshmem() -> NvshmemKernels | None:
+    """The extension, or None where this install was made without NVSHMEM.
+
+    NVSHMEM's own library must be in the process by then: import nvshmem4py first.
+    """
+    try:
+        module = importlib.import_module(RAIL_MODULE)
+    except ModuleNotFoundError as error:
+        if error.name != RAIL_MODULE:
+            raise
+        return None
+    return cast(NvshmemKernels, module)

@@ -1,0 +1,260 @@
+"""The backend between nodes on kernels: rails over CUDA IPC or NVSHMEM, and the exchange inside a node.
+
+Who sends what is worked out as `moe_ep.backends.internode` does it: on the device, by collectives that go through the
+host; so the ranks agree on every call on the host too, before it starts. Rows and gradients move on the device, without
+a wait of the host: `moe_ep.backends.two_hop_calls`. The rows of an `exact` combine, which has no kernels here, go
+through the host as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep._native import require
+from moe_ep.backends.base import DispatchPlan, DispatchRequest
+from moe_ep.backends.header import Header
+from moe_ep.backends.internode import InternodeBackend
+from moe_ep.backends.node_legs import NodeLegs
+from moe_ep.backends.node_rows import aligned
+from moe_ep.backends.rail_memory import Hop, RailMemory
+from moe_ep.backends.rail_routes import RailRoutes, rail_routes
+from moe_ep.backends.rounds import most_rows, rounds_of
+from moe_ep.backends.rows import resize
+from moe_ep.backends.two_hop import TwoHopRoute
+from moe_ep.backends.two_hop_calls import TwoHopCalls
+from moe_ep.errors import EPTimeoutError
+from moe_ep.handle import DispatchHandle
+from moe_ep.ordered_sum import accumulation_dtype
+from moe_ep.topology import Topology
+
+STAGING_BYTES = 256 << 20  # of a rank's rail, whatever the calls need
+OVERLAPPING_ROUNDS, MIN_ROUND_TOKENS = 4, 512  # of a call with many tokens
+_ROUNDS, _NOT_HERE = "internode/rounds", "internode/not-here"  # under which a handle keeps them
+
+
+class InternodeKernelsBackend(InternodeBackend):
+    """See `moe_ep.backends.base.Backend`.
+
+    Args:
+        group: the EP group, or None for a single rank. The ranks of a node reach each other's GPU memory
+            (`moe_ep.backends.node_memory.why_unavailable`).
+        timeout_secs: limit of every wait.
+        topology: the nodes.
+        hop: what carries rows between nodes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float, topology: Topology, hop: Hop) -> None:
+        super().__init__(group, timeout_secs, topology, on_host=True)
+        kernels = require()
+        here = topology.ranks_of(self._node)
+        self._legs = NodeLegs(group, timeout_secs, part=range(here.start, here.stop))
+        self.rail = None
+        if topology.num_nodes > 1 and group is not None:
+            self.rail = RailMemory(group, topology, hop, self._legs, kernels, STAGING_BYTES, timeout_secs)
+        self._calls = TwoHopCalls(self._legs, self.rail, kernels)
+        self._kernels, self.hop = kernels, str(hop)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:  # type: ignore[override]
+        """The stream on which calls end."""
+        return self._calls.stream
+
+    # -- dispatch ---------------------------------------------------------------------------------------------------
+
+    def plan(self, request: DispatchRequest) -> DispatchPlan:
+        self._legs.must_not_capture("dispatch")
+        self._check_rows("dispatch", request.x)
+        plan = super().plan(request)
+        # Combine's rows may be wider than FP8 ones: their rounds serve both.
+        self._routes(plan.handle, max(_row_bytes(request.x), 2 * request.x.shape[1]))
+        if request.layout == "compact":
+            plan.handle.prepared[_NOT_HERE] = _NotHere(self._route(plan.handle), plan.row_idx < 0)
+        return plan
+
+    def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        with self._agreement.committed("dispatch"):
+            rows, row_scales, _ = self._move(handle, "cached dispatch", x, scales)
+        assert row_scales is not None
+        return rows, row_scales
+
+    def _rows_of(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
+        return self._move(handle, "cached dispatch", x)[0]
+
+    def _gather_weights(self, handle: DispatchHandle, grad_row_weights: Tensor) -> Tensor:
+        """Each slot has one term, so a sum of rows of K numbers brings them home; -0 leaves every term as it is."""
+        num_topk, wide = handle.num_topk, accumulation_dtype(grad_row_weights.dtype)
+        numbers = grad_row_weights.to(wide)
+        if handle.layout == "compact":
+            terms_RK = numbers.masked_fill(self._not_here(handle), -0.0)
+        else:
+            slot_R = (handle.row_pair % num_topk).unsqueeze(1)
+            terms_RK = numbers.new_full((handle.num_rows, num_topk), -0.0).scatter_(1, slot_R, numbers.unsqueeze(1))
+        came_TK = self._sum_home(handle, terms_RK, None, "dispatch backward")
+        return came_TK.masked_fill(handle.slot_rank < 0, 0).to(grad_row_weights.dtype)
+
+    def _not_here(self, handle: DispatchHandle) -> Tensor:
+        """[R, K] of compact rows: the slots whose expert is not on this rank. Collective where a plan did not tell."""
+        route = self._route(handle)
+        known: _NotHere | None = handle.prepared.get(_NOT_HERE)
+        if known is None or known.route is not route:
+            self._legs.must_not_capture("a call along a copied handle")
+            relayed = route.slot_rank.index_select(0, route.relay_row)
+            came_SK = self._within(relayed, route.relay_sends, route.relay_recvs, "dispatch backward")
+            mask = came_SK.index_select(0, route.compact_order) != self.rank
+            padded = resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
+            known = handle.prepared[_NOT_HERE] = _NotHere(route, padded)
+        return known.mask
+
+    # -- combine ----------------------------------------------------------------------------------------------------
+
+    def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
+        with self._agreement.committed("combine"):
+            return self._sum_home(handle, weights, None, "combine")
+
+    def _sum_home(
+        self,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        what: str,
+        bias: Sequence[Tensor] = (),
+    ) -> Tensor:
+        routes = self._routes(handle, _row_bytes(rows))
+        self._calls.num_sms = self.num_sms
+        factors = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
+        self._count(routes.homeward.num_crossing, _row_bytes(rows))
+        return self._calls.combine(routes, what, rows, factors, bias, self.joins_stream)
+
+    def combine_backward(
+        self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        self._open("combine backward", handle, grad_y)
+        factors = None if weights is None else weights.to(accumulation_dtype(grad_y.dtype)).contiguous()
+        made = None if rows is None else aligned(rows).contiguous()
+        with self._agreement.committed("combine backward"):
+            grad_rows, _, grad_weights = self._move(handle, "combine backward", grad_y, None, factors, made)
+        return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
+
+    # -- the group --------------------------------------------------------------------------------------------------
+
+    def take_faults(self) -> list[str]:
+        try:
+            return [*super().take_faults(), *self._legs.take_faults()]
+        except EPTimeoutError as error:
+            if self._group is not None:
+                self._group.break_off(str(error))
+            raise
+
+    def reset(self) -> None:
+        self._calls.synchronize()
+        super().reset()
+        self._legs.reset()
+        if self.rail is not None and self._group is not None:
+            self.rail.begin(f"reset/{self._group.generation}")
+
+    def close(self) -> None:
+        super().close()
+        self._calls.close()
+        self._legs.close()
+        if self.rail is not None:
+            self.rail.close()
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _open(
+        self,
+        operation: str,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None = None,
+        exact: bool = False,
+        needs_grad: bool = False,
+    ) -> list[Header]:
+        self._check_rows(operation, rows)
+        return super()._open(operation, handle, rows, weights, exact, needs_grad)
+
+    def _check_rows(self, operation: str, rows: Tensor) -> None:
+        self._legs.raise_if_dead(operation)
+        device, limit = self._legs.device, self.rail.flow_bytes if self.rail is not None else 0
+        if rows.device != device:
+            error = ValueError(
+                f"the rows are on {rows.device}, but this buffer's kernels run on {device}; move them there, or use "
+                "hop='torch'."
+            )
+            self.refuse(operation, error)
+        if self.rail is not None and rows.shape[1] * 8 + 32 > limit:
+            error = ValueError(
+                f"a row has {_row_bytes(rows)} bytes, but a rail between {self.topology.num_nodes} nodes has room for "
+                f"{limit} from each; use fewer nodes, or hop='torch'."
+            )
+            self.refuse(operation, error)
+
+    def _move(
+        self,
+        handle: DispatchHandle,
+        operation: str,
+        x: Tensor,
+        scales: Tensor | None = None,
+        weights: Tensor | None = None,
+        made_rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        row_bytes = _row_bytes(x) + (0 if scales is None else _row_bytes(scales))
+        routes = self._routes(handle, row_bytes)
+        self._calls.num_sms = self.num_sms
+        self._count(routes.outward.num_crossing, row_bytes)
+        return self._calls.move(routes, operation, x, scales, weights, made_rows, self.joins_stream)
+
+    def _count(self, num_rows: int, row_bytes: int) -> None:
+        self.crossings.num_rows += num_rows
+        self.crossings.num_bytes += num_rows * row_bytes
+
+    def _routes(self, handle: DispatchHandle, row_bytes: int) -> RailRoutes:
+        """Rounds for rows of so many bytes: of an earlier call if they fit, else new ones, which is collective."""
+        two_hop, limit = self._route(handle), self.rail.flow_bytes if self.rail is not None else 0
+        made: list[RailRoutes] = handle.prepared.setdefault(_ROUNDS, [])
+        for routes in made:
+            if routes.two_hop is two_hop and (not limit or routes.flow_rows * row_bytes <= limit):
+                return routes
+        self._legs.must_not_capture("the first call along a handle")
+        size, rows = max(1, *handle.rank_tokens), None
+        if limit:
+            size, room = overlapping(max(handle.rank_tokens)), 1 << (limit // row_bytes).bit_length() - 1
+            if size > room:
+                size, rows = self._longest_round(two_hop, size, room), room
+        rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"), rows)
+        made[:] = [routes for routes in made if routes.two_hop is two_hop]
+        made.append(rail_routes(handle, two_hop, rounds, self._node, self._kernels))
+        return made[-1]
+
+    def _longest_round(self, two_hop: TwoHopRoute, most: int, room: int) -> int:
+        """The most tokens of a round, at most `most`, of which no rank sends more than `room` rows to a node."""
+        sizes = [room << step for step in range((most // room).bit_length())]
+        counts = [most_rows(two_hop.departures, self._node, size) for size in sizes]
+        too_many = (torch.stack(counts) > room).long().cpu()
+        if self._group is not None:
+            self._group.all_reduce(too_many, "dispatch")
+        return max(size for size, num in zip(sizes, too_many.tolist(), strict=True) if not num)
+
+
+def overlapping(most_tokens: int) -> int:
+    """Tokens of a round, a power of two, such that the hops of several rounds of a large call overlap."""
+    even = max(MIN_ROUND_TOKENS, -(-most_tokens // OVERLAPPING_ROUNDS))
+    return 1 << (even - 1).bit_length()
+
+
+class _NotHere(NamedTuple):
+    """Slots of compact rows without an expert here, and the route by which this is known."""
+
+    route: TwoHopRoute
+    mask: Tensor
+
+
+def _row_bytes(rows: Tensor) -> int:
+    """As they travel: a multiple of 16."""
+    return -(-rows.shape[1] * rows.element_size() // 16) * 16

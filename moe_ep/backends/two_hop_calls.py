@@ -1,0 +1,255 @@
+"""The two hops on kernels: rounds along the rail, each taken up by a call inside the node.
+
+A dispatch sends round after round along the rail; the ranks of the node read what has come in out of the inbox of the
+rank that it came to, with the kernels of the intranode backend. A combine goes back: these kernels add up what the
+ranks of the node have for the inbox's rows, into the outbox; it goes home along the rail, and the nodes' sums are added
+up there. Rows that stay in their node take one call of their own, beside the first round.
+
+Sends have a stream of their own, so that both hops are under way at once; they share the SM budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_ep._native_exchange import NativeRows
+from moe_ep._native_rail import NativeRound, RailKernels
+from moe_ep.backends.header import OPERATIONS
+from moe_ep.backends.node_legs import NodeLegs
+from moe_ep.backends.node_rows import Load, aligned, kind_of
+from moe_ep.backends.rail_memory import RailMemory
+from moe_ep.backends.rail_routes import RailFlows, RailRoutes
+from moe_ep.kernel_arguments import address
+
+
+class TwoHopCalls:
+    """Calls of one rank between nodes.
+
+    Args:
+        node: the exchange inside the node.
+        rail: the rail, or None where there is one node.
+        kernels: for the sum over nodes.
+    """
+
+    def __init__(self, node: NodeLegs, rail: RailMemory | None, kernels: RailKernels) -> None:
+        self._node, self._rail, self._kernels = node, rail, kernels
+        self._sending = torch.cuda.Stream(node.device, priority=-1)  # type: ignore[no-untyped-call]
+        self.num_sms = 20
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which calls end."""
+        return self._node.stream
+
+    def close(self) -> None:
+        """Until what this rank sent last is taken: then nobody reads its memory."""
+        if self._rail is not None:
+            with torch.cuda.stream(self.stream):
+                self._rail.drain(self.stream.cuda_stream)
+            self.stream.synchronize()
+
+    def synchronize(self) -> None:
+        self._sending.synchronize()
+        self._node.synchronize()
+
+    # -- dispatch ---------------------------------------------------------------------------------------------------
+
+    def move(
+        self,
+        routes: RailRoutes,
+        operation: str,
+        x: Tensor,
+        scales: Tensor | None = None,
+        weights: Tensor | None = None,
+        made_rows: Tensor | None = None,
+        joins: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Rows [T, H] along a plan, with their scales; or times [R] `weights`, with the gradient of these.
+
+        The gradient is made where `made_rows` [R, H] is given.
+        """
+        kinds = (aligned(x),) if scales is None else (aligned(x), aligned(scales))
+        load = Load(kinds, (x.shape[1],) if scales is None else (x.shape[1], scales.shape[1]), ())
+        outs = load.outs(routes.own.num_rows)
+        grad_weights = None if made_rows is None or weights is None else torch.empty_like(weights)
+        rows, row_bytes = load.native(outs), load.row_bytes
+        most_bytes = self._node.needs(routes.own, row_bytes)
+        if routes.calls and (weights is not None or self._rail is None or not self._rail.block_number):
+            most_bytes = max(most_bytes, *(self._node.needs(call, row_bytes) for call in routes.calls))
+        self._node.make_room(routes.own, row_bytes, most_bytes)
+        num_sms = self._begin(bool(routes.calls))
+        extra = (weights, made_rows, grad_weights)
+        with torch.cuda.stream(self.stream):
+            rounds = self._rounds(routes, routes.outward, operation, row_bytes)
+            self._send_all(routes, rounds, [(given[0], given[1], given[2]) for given in rows], routes.token)
+            self._node.move(routes.own, operation, load.kind, rows, num_sms, (), *extra)
+            for number, call in enumerate(routes.calls):
+                self._take_up(rounds[number])
+                came, places = self._inbox_rows(number, rows, row_bytes, weights is None)
+                self._node.move(call, operation, load.kind, came, num_sms, places, *extra)
+                self._answer(routes, rounds, number)
+        self._end((load, outs, *extra, routes), joins)
+        return *load.as_given(outs), grad_weights
+
+    def _send_all(
+        self, routes: RailRoutes, rounds: Sequence[NativeRound], kinds: Sequence[tuple[int, int, int]], row: Tensor
+    ) -> None:
+        """Rows `row` of each kind (address, stride, bytes), which wait for nothing but room."""
+        for this in rounds[: len(routes.calls)]:
+            assert self._rail is not None
+            self._rail.native.send(this, kinds, row.data_ptr(), self._rail_sms, self._sending.cuda_stream)
+
+    def _inbox_rows(
+        self, number: int, rows: Sequence[NativeRows], row_bytes: int, in_place: bool
+    ) -> tuple[list[NativeRows], tuple[int, ...]]:
+        """What came in a round, as rows of this rank's; and where the peers find them, if they read them there."""
+        assert self._rail is not None
+        place = self._rail.native.inbox(number % 2)
+        block, numbers, places, came = self._rail.block_number, 0, [], []
+        for kind, (_, _, kind_bytes, out, poison, padding) in enumerate(rows):
+            came.append((self._rail.native.block + place, row_bytes, kind_bytes, out, poison, padding))
+            numbers |= block << 8 * kind
+            places += [place, row_bytes]
+            place += kind_bytes
+        return came, (numbers, *places) if in_place and block else ()
+
+    # -- combine ----------------------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        routes: RailRoutes,
+        operation: str,
+        rows: Tensor,
+        weights: Tensor | None = None,
+        bias: Sequence[Tensor] = (),
+        joins: bool = True,
+    ) -> Tensor:
+        """Rows [R, H] home, summed: slots, then the ranks of a node, then nodes behind the tensors of `bias`."""
+        given = rows.shape[1]
+        rows = aligned(rows).contiguous()
+        bias = tuple(aligned(tensor).contiguous() for tensor in bias)
+        row_bytes = rows.shape[1] * rows.element_size()
+        y = rows.new_empty(routes.own.num_tokens, rows.shape[1])
+        straight = routes.straight is not None and bool(routes.calls)
+        own = rows if straight else torch.empty_like(y) if routes.calls else y
+        if not straight:
+            most_bytes = max(self._node.needs(call, row_bytes) for call in (routes.own, *routes.calls))
+            self._node.make_room(routes.own, row_bytes, most_bytes)
+        num_sms = self._begin(bool(routes.calls))
+        with torch.cuda.stream(self.stream):
+            rounds = self._rounds(routes, routes.homeward, operation, row_bytes)
+            if routes.straight is not None:
+                self._send_all(routes, rounds, [(rows.data_ptr(), row_bytes, row_bytes)], routes.straight.row)
+            elif routes.calls:
+                self._send_sums(routes, rounds, 0, operation, rows, weights, num_sms)
+            if not straight:
+                self._node.combine(
+                    routes.own, operation, rows, own.data_ptr(), num_sms, weights, () if routes.calls else bias
+                )
+            for number in range(len(routes.calls)):
+                if number + 1 < len(routes.calls) and not straight:  # ahead, so that the network has work meanwhile
+                    self._send_sums(routes, rounds, number + 1, operation, rows, weights, num_sms)
+                self._take_up(rounds[number])
+                self._add_nodes(routes, number, own, bias, y, num_sms)
+                self._answer(routes, rounds, number)
+        self._end((rows, weights, own, y, bias, routes), joins)
+        return y[:, :given] if given != y.shape[1] else y
+
+    def _send_sums(
+        self,
+        routes: RailRoutes,
+        rounds: Sequence[NativeRound],
+        number: int,
+        operation: str,
+        rows: Tensor,
+        weights: Tensor | None,
+        num_sms: int,
+    ) -> None:
+        """What the ranks of the node have for the rows of a round, into the outbox and off."""
+        assert self._rail is not None
+        rail, stream = self._rail.native, self.stream.cuda_stream
+        rail.wait_free(rounds[number], stream)
+        outbox = rail.block + rail.outbox(number % 2)
+        self._node.combine(routes.calls[number], operation, rows, outbox, num_sms, weights)
+        self._sending.wait_stream(self.stream)
+        rail.send(rounds[number], [], 0, self._rail_sms, self._sending.cuda_stream)
+
+    def _add_nodes(
+        self, routes: RailRoutes, number: int, own: Tensor, bias: Sequence[Tensor], y: Tensor, num_sms: int
+    ) -> None:
+        assert self._rail is not None
+        rail, size = self._rail, routes.round_tokens
+        row_bytes, kind = y.shape[1] * y.element_size(), kind_of(y.dtype)
+        self._kernels.node_sum(
+            inbox=rail.native.block + rail.native.inbox(number % 2),
+            flow_bytes=routes.flow_rows * row_bytes,
+            own=own.data_ptr(),
+            own_by_place=routes.straight is not None,
+            bias=(address(bias[0] if bias else None), address(bias[1] if len(bias) > 1 else None)),
+            place=(routes.straight or routes).token_place.data_ptr(),
+            node=rail.node,
+            num_nodes=rail.num_nodes,
+            first_token=number * size,
+            num_tokens=min(max(y.shape[0] - number * size, 0), size),
+            row_bytes=row_bytes,
+            y=y.data_ptr(),
+            poison=kind.poison,
+            state=self._node.state_address,
+            dtype=kind.name,
+            num_sms=num_sms,
+            stream=self.stream.cuda_stream,
+        )
+
+    # -- rounds -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _rail_sms(self) -> int:
+        """The calls inside the node have more to do: they take up what came, and the own rows as well."""
+        return max(1, self.num_sms // 3)
+
+    def _begin(self, crosses: bool) -> int:
+        """Orders the streams behind the caller's; SMs of the calls inside the node."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
+        if not crosses:
+            return self.num_sms
+        self._sending.wait_stream(self.stream)  # the first round is counted from where the last call ended
+        return max(1, self.num_sms - self._rail_sms)
+
+    def _end(self, tensors: tuple[object, ...], joins: bool) -> None:
+        if joins:
+            torch.cuda.current_stream(self._node.device).wait_stream(self.stream)
+        else:
+            self._node.keep(tensors)
+
+    def _rounds(self, routes: RailRoutes, flows: RailFlows, operation: str, row_bytes: int) -> list[NativeRound]:
+        if self._rail is None:
+            return []
+        return [
+            self._rail.rounds(
+                number=number,
+                num_rounds=routes.num_rounds,
+                operation=OPERATIONS.index(operation),
+                row_bytes=row_bytes,
+                flow_bytes=routes.flow_rows * row_bytes,
+                first_out=flows.first_out.data_ptr(),
+                num_in=flows.num_in.data_ptr(),
+            )
+            for number in range(routes.num_rounds)
+        ]
+
+    def _take_up(self, this: NativeRound) -> None:
+        assert self._rail is not None
+        self._rail.native.wait(this, self.stream.cuda_stream)
+
+    def _answer(self, routes: RailRoutes, rounds: Sequence[NativeRound], number: int) -> None:
+        """Frees the inbox. The last answer of a call comes behind all its sends, for it counts the rounds on."""
+        assert self._rail is not None
+        is_last, stream = number == len(routes.calls) - 1, self.stream.cuda_stream
+        if is_last:
+            self.stream.wait_stream(self._sending)
+        self._rail.native.take(rounds[number], stream)
+        if is_last and number < routes.num_rounds - 1:
+            self._rail.native.take(rounds[-1], stream)

@@ -1,0 +1,181 @@
+"""The kernels between nodes: the conformance suite, ranks that stand for nodes or share them, over both hops."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moe_ep
+from moe_ep.backends import internode_kernels
+from tests.compare import assert_same_bits
+from tests.distributed.conformance import check_routing
+from tests.internode_jobs import as_torch_does, low_level
+from tests.ranks import Pool, Pools
+from tests.routing import ROUTINGS, TOKEN_COUNTS
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(2, 1), (3, 1), (1, 2), (2, 2), (2, 4), (4, 2)]  # (nodes, ranks a node)
+ROOMY, TIGHT = 1 << 22, 2048  # bytes of a rail: one round that holds everything, and many
+CASES = [("compact", torch.bfloat16), ("expert_major", torch.bfloat16), ("expert_major", torch.float32)]
+run_of = Callable[..., list[Any]]
+
+
+def _every_routing(
+    group: dist.ProcessGroup,
+    hop: str,
+    ranks_per_node: int,
+    layout: str,
+    dtype: torch.dtype,
+    exact: bool,
+    staging_bytes: int,
+) -> int:
+    num_checks = 0
+    with mock.patch.object(internode_kernels, "STAGING_BYTES", staging_bytes):
+        for routing, tokens in itertools.product(ROUTINGS, TOKEN_COUNTS):
+            check_routing(
+                group,
+                "internode",
+                layout,
+                dtype,
+                routing,
+                tokens,
+                4,
+                exact=exact,
+                device="cuda",
+                ranks_per_node=ranks_per_node,
+                hop=hop,
+            )
+            num_checks += 1
+    return num_checks
+
+
+NUM_CHECKS = len(ROUTINGS) * len(TOKEN_COUNTS)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), CASES)
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), SHAPES)
+def test_rows_sums_and_gradients_are_those_of_the_loops(
+    ranks: Pools, num_nodes: int, ranks_per_node: int, layout: str, dtype: torch.dtype
+) -> None:
+    world, args = num_nodes * ranks_per_node, ("ipc", ranks_per_node, layout, dtype, False, ROOMY)
+    assert ranks.run(_every_routing, world, *args, timeout_secs=100) == [NUM_CHECKS] * world
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (3, 1), (2, 2)])
+def test_rounds_of_few_rows_give_the_same(ranks: Pools, num_nodes: int, ranks_per_node: int) -> None:
+    world, args = num_nodes * ranks_per_node, ("ipc", ranks_per_node, "expert_major", torch.bfloat16, False, TIGHT)
+    assert ranks.run(_every_routing, world, *args, timeout_secs=100) == [NUM_CHECKS] * world
+
+
+def test_exact_sums_do_not_know_of_nodes(ranks: Pools) -> None:
+    args = ("ipc", 2, "expert_major", torch.bfloat16, True, ROOMY)
+    assert ranks.run(_every_routing, 4, *args, timeout_secs=100) == [NUM_CHECKS] * 4
+
+
+# -- as torch.distributed does it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (3, 1), (2, 2), (4, 1)])
+def test_many_tokens_give_what_torch_gives_and_cross_once_for_each_node(
+    ranks: Pools, num_nodes: int, ranks_per_node: int, layout: str
+) -> None:
+    world, args = num_nodes * ranks_per_node, ("ipc", "cuda", ranks_per_node, layout, 700, 1024)
+    assert all(num > 0 for num in ranks.run(as_torch_does, world, *args, timeout_secs=100))
+
+
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_every_other_call_gives_what_torch_gives(ranks: Pools, world: int, ranks_per_node: int) -> None:
+    expected = ranks.run(low_level, world, "torch", "cpu", ranks_per_node)
+    actual = ranks.run(low_level, world, "ipc", "cuda", ranks_per_node)
+    for theirs, ours in zip(expected, actual, strict=True):
+        for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
+            assert_same_bits(two, one, f"result {number}")
+
+
+# -- ranks that are missing -------------------------------------------------------------------------------------------
+
+
+def _skips_a_call(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1 agrees to a combine and does not launch it; then all reset, and the buffer works."""
+    sentences = []
+    with moe_ep.Buffer(group, backend="internode", hop="ipc", ranks_per_node=1, timeout_secs=2) as buffer:
+        x, idx = torch.ones(64, 128, device="cuda"), torch.arange(128, device="cuda").view(64, 2) % 4
+        for _ in range(2):
+            out = moe_ep.dispatch(buffer, x, idx, None, num_experts=4, layout="compact")
+            calls = buffer.backend._calls  # type: ignore[attr-defined]
+            skipped = mock.patch.object(calls, "combine", return_value=torch.empty_like(x))
+            with skipped if buffer.rank == 1 else mock.MagicMock():
+                y = moe_ep.combine(buffer, out.x, out.handle)
+            torch.cuda.synchronize()
+            if buffer.rank == 0:
+                assert bool(y.isnan().all())
+                with pytest.raises(moe_ep.EPTimeoutError) as caught:
+                    buffer.check()
+                sentences.append(str(caught.value))
+            dist.barrier(group)
+            buffer.reset()
+            again = moe_ep.dispatch(buffer, x, idx, None, num_experts=4, layout="compact")
+            assert bool((again.x == 1).all())
+            torch.cuda.synchronize()
+            buffer.check()
+    return sentences
+
+
+def test_a_node_that_sends_nothing_is_named_with_the_hop_and_reset_makes_the_buffer_usable(ranks: Pools) -> None:
+    sentences = ranks.run(_skips_a_call, 2)[0]
+    assert len(sentences) == 2
+    for sentence in sentences:
+        assert "rank 1, of this rail in node 1, did not send its rows of a round" in sentence
+        assert "combine on rank 0 of the EP group of ranks [0, 1] failed at its limit of 2 s" in sentence
+
+
+# -- over NVSHMEM -----------------------------------------------------------------------------------------------------
+
+
+def _described(group: dist.ProcessGroup, hop: str) -> str:
+    """Topology and transport of a rank."""
+    with moe_ep.Buffer(group, backend="internode", hop=hop, ranks_per_node=1, timeout_secs=60) as buffer:
+        return f"rank {buffer.rank}: {buffer!r}"
+
+
+@pytest.fixture(scope="module")
+def over_nvshmem() -> Iterator[run_of]:
+    """Runs a function on two ranks that NVSHMEM can begin in: one on each GPU, of a world of two."""
+    for name in ("nvshmem", "cuda"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs NVSHMEM for Python (nvshmem4py-cu13), and {name} is missing")
+    if importlib.util.find_spec("moe_ep._C_nvshmem") is None:
+        pytest.skip("needs moe_ep._C_nvshmem, which this install was made without: build it where the wheel is")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pool = Pool(2, on_cuda=True)
+    print(*pool.run(_described, 2, ("nvshmem",), 120.0), sep="\n")  # noqa: T201 (what a reader of the log looks for)
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return pool.run(function, 2, args, 150.0)
+
+    yield run
+    pool.close()
+
+
+@pytest.mark.parametrize(("layout", "dtype"), CASES)
+def test_rows_sums_and_gradients_over_nvshmem(over_nvshmem: run_of, layout: str, dtype: torch.dtype) -> None:
+    assert over_nvshmem(_every_routing, "nvshmem", 1, layout, dtype, False, ROOMY) == [NUM_CHECKS] * 2
+
+
+def test_rounds_of_few_rows_over_nvshmem(over_nvshmem: run_of) -> None:
+    args = ("nvshmem", 1, "expert_major", torch.bfloat16, False, TIGHT)
+    assert over_nvshmem(_every_routing, *args) == [NUM_CHECKS] * 2
+
+
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+def test_many_tokens_over_nvshmem(over_nvshmem: run_of, layout: str) -> None:
+    assert all(num > 0 for num in over_nvshmem(as_torch_does, "nvshmem", "cuda", 1, layout, 700, 1024))

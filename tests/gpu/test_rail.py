@@ -1,0 +1,54 @@
+"""Rounds between nodes over each hop: every row comes to its place, slots are not written over, silence is reported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_ep.backends.device_faults import _PHASES
+from tests.gpu.rail_jobs import rounds_arrive, silence_is_reported, start_nvshmem
+from tests.ranks import Pool, Pools
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(2, 4), (2, 300), (4, 64), (6, 33)]  # (rounds a call, rows of a round)
+
+
+@pytest.mark.parametrize(("num_rounds", "most_rows"), SHAPES)
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
+def test_rows_arrive_in_their_rounds_over_ipc(ranks: Pools, num_nodes: int, num_rounds: int, most_rows: int) -> None:
+    num_rows = ranks.run(rounds_arrive, num_nodes, "ipc", num_rounds, most_rows)
+    assert all(num > 0 for num in num_rows) == (num_nodes > 1)
+
+
+def test_a_node_that_does_not_send_is_named_over_ipc(ranks: Pools) -> None:
+    reports = ranks.run(silence_is_reported, 3, "ipc")
+    assert reports[1] == []
+    for report in (reports[0], reports[2]):
+        ((name, values),) = report
+        assert name == "timeout"
+        assert values[0] == 1
+        assert _PHASES[values[1]] == "send its rows of a round"
+
+
+@pytest.fixture(scope="module")
+def over_nvshmem() -> Iterator[Pool]:
+    """Ranks with NVSHMEM, which a process can begin once: one on each GPU."""
+    for name in ("nvshmem", "cuda"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs NVSHMEM for Python (nvshmem4py-cu13), and {name} is missing")
+    if importlib.util.find_spec("moe_ep._C_nvshmem") is None:
+        pytest.skip("needs moe_ep._C_nvshmem, which this install was made without: build it where the wheel is")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pool = Pool(2, on_cuda=True)
+    print("NVSHMEM", pool.run(start_nvshmem, 2, (), 120.0)[0])  # noqa: T201 (what a reader of the log looks for)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(("num_rounds", "most_rows"), SHAPES)
+def test_rows_arrive_in_their_rounds_over_nvshmem(over_nvshmem: Pool, num_rounds: int, most_rows: int) -> None:
+    assert all(num > 0 for num in over_nvshmem.run(rounds_arrive, 2, ("nvshmem", num_rounds, most_rows), 60.0))
