@@ -110,6 +110,8 @@ class NodeCalls:
                 "and its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest "
                 f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
             )
+        # The second kernel of a plan is behind the answer, and has to see the old generation's state (rule 19).
+        self._synchronize()
         try:
             with torch.cuda.device(self._device):
                 self._memory.grow(need_bytes)
