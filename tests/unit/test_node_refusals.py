@@ -183,6 +183,40 @@ def test_a_sum_whose_refusal_was_told_is_not_raised_again(node: FakeNode) -> Non
     assert later == (None, "")
 
 
+def test_a_refusal_that_was_told_hides_none_of_a_later_generation(node: FakeNode) -> None:
+    """Epochs begin anew where memory has grown: the plan that is refused here has the epoch of the sum that was."""
+    backends = construct(node)
+    fake_of(backends[1]).bad = (3, 9)
+
+    def call(rank: int) -> tuple[type[BaseException] | None, str]:
+        if rank == 0:
+            caught(lambda: backends[0].refuse("dispatch", ValueError("x has 128 columns.")))
+        else:
+            backends[1].all_reduce(torch.ones(3))
+            fake_of(backends[1]).wait_answer(1, PATIENCE_SECS)
+            assert len(backends[1].take_faults()) == 1
+            backends[1]._settle()
+        backends[rank]._memory.grow(1)
+        return caught(lambda: backends[rank].plan(make_request(4, world=2)))
+
+    for kind, text in node.run(call):
+        assert kind is ValueError
+        assert text.startswith("EP rank 1 refused dispatch: topk_idx[1, 1] is 9;")
+    assert backends[0]._memory.generation == backends[1]._memory.generation == 2, "nobody takes it for growth"
+
+
+def test_no_call_waits_for_a_sum_that_was_not_started(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = construct(node)[RANK]
+
+    def fails(*given: object) -> bool:
+        raise RuntimeError("numbers have dtype float8_e5m2, which cannot be summed here: convert them.")
+
+    monkeypatch.setattr(fake_of(backend), "all_reduce", fails)
+    kind, text = caught(lambda: backend.all_reduce(torch.ones(3)))
+    assert (kind, text[:12]) == (RuntimeError, "numbers have")
+    assert caught(backend._settle) == (None, "")
+
+
 def test_a_refusal_of_a_closed_buffer_or_by_a_time_limit_sends_nothing(node: FakeNode) -> None:
     backend = construct(node)[RANK]
     late = EPTimeoutError("rank 0 did not come")
