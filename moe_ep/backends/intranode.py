@@ -91,7 +91,7 @@ class IntranodeBackend(NodeCalls):
 
         The second is started before that wait, with as much room as is likely to be enough, and again where it was not.
         """
-        self._settle()
+        self.settle()
         has_begun = tensors.expect()
         while True:
             self._num_calls += 1

@@ -96,7 +96,7 @@ class NodeCalls:
                 "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
                 f"num_nvl_bytes of at least {2 * need_bytes}."
             )
-        self._settle()
+        self.settle()
         question = self._send_header(header, OK, need_bytes)
         if self._ask(OPERATIONS[header.operation], question, None) == GROW:
             self._grow()
@@ -137,11 +137,11 @@ class NodeCalls:
         return 0 if torch.cuda.is_current_stream_capturing() else next(self._questions)
 
     def _settle_later(self, operation: str, question: int) -> None:
-        """Leaves the question of a call that has been started to `_settle`."""
+        """Leaves the question of a call that has been started to `settle`."""
         if question:
             self._unsettled = operation, question
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Raises what became of the last sum, before a call whose host waits: a rank that refused does not come to it.
 
         Nobody is told twice. The sum's kernel has begun by then or the wait would come later anyway, so the GPU idles
