@@ -76,6 +76,8 @@ def dispatch(
     if transformer_engine.is_quantized(x):
         return _dispatch_quantized(buffer, x, topk_idx, topk_weights, num_experts, layout, alignment, max_rows)
     backend = buffer.backend
+    if max_rows is None:
+        backend.settle()
     try:
         buffer.check()
         placement = buffer.placement(num_experts)

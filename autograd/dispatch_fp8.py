@@ -85,6 +85,7 @@ def dispatch_fp8(
         TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.dispatch`.
     """
     backend, largest_of_all = buffer.backend, _GroupMax(buffer)
+    backend.settle()
     try:
         buffer.check()
         placement = buffer.placement(num_experts)

@@ -49,6 +49,8 @@ def dispatch_op(
 ) -> list[Tensor]:
     """rows, row ids, row weights (empty if none), expert counts, expert offsets, and the packed handle."""
     backend = _backend(buffer)
+    if max_rows is None:
+        backend.settle()
     try:
         BUFFERS[buffer].check()
         placement = BUFFERS[buffer].placement(num_experts)

@@ -80,8 +80,20 @@ __device__ inline int local_expert(const World& world, const PlanInput& in, int3
   return id >= 0 && in.owner[id] == world.rank ? in.local_idx[id] : -1;
 }
 
-inline int plan_shared_bytes(const Call& call, const PlanInput& input, int num_tiles) {
-  return kPlanWarps * (num_tiles * kTile + input.num_local + call.world.size) * static_cast<int>(sizeof(int32_t));
+// How a kernel of a plan is launched.
+struct PlanBlock {
+  int num_warps;
+  int num_bytes;  // of dynamic shared memory
+};
+
+// As many warps as have room for `num_tiles` tiles and a counter for each column; no result depends on it. All of them
+// fit on sm_90; 99 KB, the least of sm_80 and later, hold 6 where W and L are as large as can be.
+inline PlanBlock plan_block(const Call& call, const PlanInput& input, int num_tiles, int most_bytes) {
+  constexpr int kStaticBytes = 2048;
+  const int of_warp = (num_tiles * kTile + input.num_local + call.world.size) * static_cast<int>(sizeof(int32_t));
+  const int fit = (most_bytes - kStaticBytes) / of_warp;
+  const int num_warps = fit < kPlanWarps ? fit : kPlanWarps;
+  return {num_warps, num_warps * of_warp};
 }
 
 }  // namespace moe_ep

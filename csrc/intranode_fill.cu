@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 void launch_plan_fill(const Call& call, const PlanInput& input, const PlanOutput& output, int num_sms,
                       cudaStream_t stream) {
-  const int num_bytes = plan_shared_bytes(call, input, 3);
-  allow_shared_memory<moe_ep_plan_fill>(num_bytes, "plan_fill: the shared memory for the counters");
-  moe_ep_plan_fill<<<num_sms, kPlanThreads, num_bytes, stream>>>(call, input, output);
+  const PlanBlock block = plan_block(call, input, 3, most_shared_bytes());
+  allow_shared_memory<moe_ep_plan_fill>(block.num_bytes, "plan_fill: the shared memory for the counters");
+  moe_ep_plan_fill<<<num_sms, block.num_warps * 32, block.num_bytes, stream>>>(call, input, output);
   check_cuda(cudaGetLastError(), "plan_fill: the launch");
 }
 

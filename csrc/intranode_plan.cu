@@ -14,18 +14,18 @@ __device__ int64_t read_id(const PlanInput& in, int64_t token, int slot) {
 template <typename Number>
 __device__ void publish_weights(const PlanInput& in, Number* out, int64_t first, int64_t end) {
   const Number* const weights = static_cast<const Number*>(in.weights);
-  for (int64_t base = first + threadIdx.x; base < end; base += kTogether * kPlanThreads) {
+  for (int64_t base = first + threadIdx.x; base < end; base += kTogether * blockDim.x) {
     Number values[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int64_t i = base + j * kPlanThreads;
+      const int64_t i = base + j * blockDim.x;
       if (i < end) {
         values[j] = weights[i / in.num_topk * in.weight_stride_token + i % in.num_topk * in.weight_stride_slot];
       }
     }
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int64_t i = base + j * kPlanThreads;
+      const int64_t i = base + j * blockDim.x;
       if (i < end) {
         out[i] = values[j];
       }
@@ -39,16 +39,16 @@ __device__ void publish(const Call& call, const PlanInput& in, const Turn& turn,
   char* slot = slot_of(call.world, call.world.rank, turn);
   const int64_t num_ids = in.num_tokens * in.num_topk;
   const int64_t first = num_ids * part / gridDim.x, end = num_ids * (part + 1) / gridDim.x;
-  for (int64_t base = first + threadIdx.x; base < end; base += kTogether * kPlanThreads) {
+  for (int64_t base = first + threadIdx.x; base < end; base += kTogether * blockDim.x) {
     int64_t ids[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int64_t i = base + j * kPlanThreads;
+      const int64_t i = base + j * blockDim.x;
       ids[j] = i < end ? read_id(in, i / in.num_topk, static_cast<int>(i % in.num_topk)) : -1;
     }
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int64_t i = base + j * kPlanThreads;
+      const int64_t i = base + j * blockDim.x;
       if (ids[j] < -1 || ids[j] >= in.num_experts) {
         atomicMin(reinterpret_cast<unsigned long long*>(&call.world.state->bad_slot),
                   static_cast<unsigned long long>(i));
@@ -170,10 +170,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   constexpr uint32_t kUnknown = ~0u;
   // Chunks for every block, if there are enough.
   const int num_chunks_all = world.size * kMaxChunks, blocks = gridDim.x;
-  const int at_a_time = min(kPlanWarps, (num_chunks_all + blocks - 1) / blocks);
+  const int num_warps = blockDim.x / 32, at_a_time = min(num_warps, (num_chunks_all + blocks - 1) / blocks);
   const uint32_t num_publish_tickets = gridDim.x, num_chunk_tickets = (num_chunks_all + at_a_time - 1) / at_a_time;
   const uint32_t sum_ticket = num_publish_tickets + 1 + num_chunk_tickets;
-  const uint32_t num_scan_tickets = (columns + kPlanWarps - 1) / kPlanWarps;
+  const uint32_t num_scan_tickets = (columns + num_warps - 1) / num_warps;
 
   if (threadIdx.x < 32) {
     const bool ready = state->failed == 0 && slots_are_free(world, turn);
@@ -269,10 +269,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   // Calls that follow it without a host wait give NaN.
   const int length = Geometry::length(world.size, in.num_local);
-  for (int i = threadIdx.x; i < length; i += kPlanThreads) {
+  for (int i = threadIdx.x; i < length; i += blockDim.x) {
     in.geometry[i] = i == Geometry::kOverflowed || i == Geometry::kNoPlan;
   }
-  for (int i = threadIdx.x; i <= in.num_local; i += kPlanThreads) {
+  for (int i = threadIdx.x; i <= in.num_local; i += blockDim.x) {
     in.expert_offsets[i] = 0;
     if (i < in.num_local) {
       in.expert_counts[i] = 0;
@@ -291,9 +291,9 @@ void launch_plan_count(const Call& call, const PlanInput& input, int num_sms, cu
   MOE_EP_CHECK(input.num_local <= kMaxLocalExperts, "a rank holds ", input.num_local,
                " experts; the intranode backend ", "counts at most ", kMaxLocalExperts,
                ": use more ranks, or backend=\"torch\".");
-  const int num_bytes = plan_shared_bytes(call, input, 1);
-  allow_shared_memory<moe_ep_plan_count>(num_bytes, "plan_count: the shared memory for the counters");
-  moe_ep_plan_count<<<num_sms, kPlanThreads, num_bytes, stream>>>(call, input);
+  const PlanBlock block = plan_block(call, input, 1, most_shared_bytes());
+  allow_shared_memory<moe_ep_plan_count>(block.num_bytes, "plan_count: the shared memory for the counters");
+  moe_ep_plan_count<<<num_sms, block.num_warps * 32, block.num_bytes, stream>>>(call, input);
   check_cuda(cudaGetLastError(), "plan_count: the launch");
 }
 

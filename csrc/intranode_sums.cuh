@@ -62,7 +62,7 @@ __device__ inline void scan_column(const World& world, const PlanInput& in, int 
 
 // By a whole block: a column for each warp, `part` of them all.
 __device__ inline void scan_columns(const World& world, const PlanInput& in, int part) {
-  const int i = part * kPlanWarps + warp_idx();
+  const int i = part * static_cast<int>(blockDim.x / 32) + warp_idx();
   if (i < in.num_local + world.size) {
     scan_column(world, in, i);
   }
@@ -89,11 +89,11 @@ __device__ inline void take_sums(const World& world, const PlanInput& in, Totals
     sum = 0;
     return value;
   };
-  for (int i = threadIdx.x; i < in.num_local; i += kPlanThreads) {
+  for (int i = threadIdx.x; i < in.num_local; i += blockDim.x) {
     expert_counts[i] = take(sums.experts[i]);
   }
-  if (threadIdx.x < world.size * world.size) {
-    totals.rank_rows[threadIdx.x] = take(sums.rank_rows[threadIdx.x]);
+  for (int i = threadIdx.x; i < world.size * world.size; i += blockDim.x) {
+    totals.rank_rows[i] = take(sums.rank_rows[i]);
   }
   if (threadIdx.x < world.size) {
     totals.recv_pairs[threadIdx.x] = take(sums.pairs[threadIdx.x]);
@@ -140,11 +140,11 @@ __device__ inline void tell_host(const Call& call, const PlanInput& in, const Tu
   const int size = call.world.size;
   const Control* control = call.world.control[call.world.rank];
   HostRecord* record = call.world.record;
-  for (int i = threadIdx.x; i < in.num_local; i += kPlanThreads) {
+  for (int i = threadIdx.x; i < in.num_local; i += blockDim.x) {
     record->expert_counts[i] = expert_counts[i];
   }
-  if (threadIdx.x < size * size) {
-    record->rank_rows[threadIdx.x / size][threadIdx.x % size] = totals.rank_rows[threadIdx.x];
+  for (int i = threadIdx.x; i < size * size; i += blockDim.x) {
+    record->rank_rows[i / size][i % size] = totals.rank_rows[i];
   }
   if (threadIdx.x < 32) {
     const int lane = lane_idx();
@@ -175,8 +175,8 @@ __device__ inline void tell_host(const Call& call, const PlanInput& in, const Tu
 __device__ inline void fill_geometry(const World& world, const PlanInput& in, const Turn& turn, const Totals& totals) {
   const int size = world.size;
   int32_t* geometry = in.geometry;
-  if (threadIdx.x < size * size) {
-    geometry[Geometry::rank_rows(size) + threadIdx.x] = totals.rank_rows[threadIdx.x];
+  for (int i = threadIdx.x; i < size * size; i += blockDim.x) {
+    geometry[Geometry::rank_rows(size) + i] = totals.rank_rows[i];
   }
   if (threadIdx.x < size) {
     geometry[Geometry::kTokens + threadIdx.x] =
@@ -199,7 +199,6 @@ __device__ inline void fill_geometry(const World& world, const PlanInput& in, co
 // By a whole block: sums over chunks, what the host waits for, and the geometry.
 __device__ inline void sum_up(const Call& call, const PlanInput& in, const Turn& turn, int32_t* expert_counts) {
   __shared__ Totals totals;
-  static_assert(kMaxRanks * kMaxRanks <= kPlanThreads, "a thread for each pair of ranks");
   take_sums(call.world, in, totals, expert_counts);
   if (warp_idx() == 0) {
     place_experts(call.world, in, totals, expert_counts);

@@ -9,6 +9,15 @@
 
 namespace moe_ep {
 
+// The most that a block of the current device may have, static and dynamic together.
+inline int most_shared_bytes() {
+  int device = 0, num_bytes = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  check_cuda(cudaDeviceGetAttribute(&num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "asking for the shared memory of a block");
+  return num_bytes;
+}
+
 // Lets `kernel` have `num_bytes` of dynamic shared memory on the current device; asks once a device, since asking costs
 // some microseconds of every launch.
 template <auto kernel>

@@ -195,6 +195,8 @@ class NormalMode(ABC):
         """
         backend = self.backend
         event = _Event(backend, previous_event, async_finish, allocate_on_comm_stream)
+        if handle is None and not num_worst_tokens:
+            backend.settle()
         try:
             event.begin()
             self.check()

@@ -271,6 +271,7 @@ class FakeExchange:
         self._blocks: list[Tensor] = []
         self._mine = b""
         self._asked = (0, 0)
+        self._questions = {0}
         self._verdict = GO
         self._num_match = 0
         node.exchanges[rank] = self
@@ -340,6 +341,8 @@ class FakeExchange:
 
     def wait_answer(self, question: int, limit_secs: float) -> bool:
         headers = self.node.headers[self._asked]
+        if question not in self._questions:
+            raise RuntimeError("intranode: a kernel ended without an answer.")
         with self.node.change:
             if self.is_stuck or not self.node.change.wait_for(lambda: len(headers) == self.size, limit_secs):
                 return False
@@ -452,6 +455,7 @@ class FakeExchange:
         """A kernel that opens a call: its header goes to everybody."""
         is_captured = self._keep(name, named)
         self._asked, self._num_match = (self.generation, self.epoch), named["num_match"]
+        self._questions.add(named.get("question", 0))
         self.epoch += 1
         with self.node.change:
             self.node.headers[self._asked][self.rank] = self.launches[-1].arguments["header"]

@@ -167,6 +167,12 @@ class Backend(Protocol):
     def refuse(self, operation: str, error: Exception) -> NoReturn:
         """Tells all ranks that this one refuses its input; every rank raises, this one `error` itself."""
 
+    def settle(self) -> None:
+        """Before a call whose host waits for all ranks, and before it is refused: raises what became of the last sum.
+
+        All ranks raise it alike, and none comes to that call: there is nobody to be told of a refusal.
+        """
+
     def take_faults(self) -> list[str]:
         """Faults of calls without a host wait (overflow of `max_rows`, bad ids), and forgets them."""
 

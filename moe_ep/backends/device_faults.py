@@ -34,7 +34,7 @@ class DeviceFaults:
         self._exchange = memory.exchange
         self._dead: str | None = None
         self._seen: list[tuple[str, list[int]]] = []  # of earlier calls, met while a later one was answered
-        self._told: int | None = None  # epoch of the refusal that `take` told last
+        self._told: tuple[int, int] | None = None  # generation and epoch of the refusal that `take` told last
 
     @property
     def is_dead(self) -> bool:
@@ -68,6 +68,11 @@ class DeviceFaults:
             self._raise_timeout(operation)
         return verdict
 
+    def was_told(self, operation: str, question: int, limit_secs: float) -> bool:
+        """Whether a call, whose answer it waits for, was refused and `take` has said so already."""
+        refused = self.await_answer(operation, question, limit_secs) != GO
+        return refused and self._told == (self._memory.generation, self._exchange.answer()[1])
+
     def verdict(
         self,
         operation: str,
@@ -76,7 +81,7 @@ class DeviceFaults:
         request: DispatchRequest | None,
         join_rows: Callable[[Exception], None],
     ) -> int:
-        """GO or GROW; raises what any other verdict means, unless `take` has told it already.
+        """GO or GROW; raises what any other verdict means.
 
         `join_rows` is called with the error first where some rank did not wait, and has begun to move the rows.
         """
@@ -87,8 +92,6 @@ class DeviceFaults:
         if verdict == GROW and not _some_go_on(headers):
             return verdict
         _, epoch, _, _, bad_slot, bad_id, _, _ = self._exchange.answer()
-        if epoch == self._told:  # nobody is told twice
-            return verdict
         self._take_quietly()
         own = None if request is None else self._own_refusal(headers, request, bad_slot, bad_id)
         if own is not None:
@@ -129,7 +132,7 @@ class DeviceFaults:
             if name == "timeout":
                 self._raise_timeout(CALLS[values[5]] if 0 <= values[5] < len(CALLS) else "a call")
             elif name == "refused":
-                self._told = values[1]
+                self._told = self._memory.generation, values[1]
                 sentences.append(str(self._error("a call", values[0], values[1], self._headers())))
             elif name == "overflow":
                 sentences.append(

@@ -91,7 +91,7 @@ class IntranodeBackend(NodeCalls):
 
         The second is started before that wait, with as much room as is likely to be enough, and again where it was not.
         """
-        self._settle()
+        self.settle()
         has_begun = tensors.expect()
         while True:
             self._num_calls += 1
@@ -317,6 +317,7 @@ class IntranodeBackend(NodeCalls):
         self._grow_together(header, own_bytes)
         out = numbers if numbers.data_ptr() == tensor.data_ptr() else torch.empty_like(numbers)
         self._num_calls += 1
+        question = self._question_for_later()
         self._launch(
             "all_reduce",
             (numbers, out),
@@ -324,12 +325,13 @@ class IntranodeBackend(NodeCalls):
             self.num_sms,
             pack(header, OK, own_bytes),
             NUM_MATCH_WORDS,
-            self._ask_later("all_reduce"),
+            question,
             numbers.data_ptr(),
             out.data_ptr(),
             numbers.numel(),
             dtype_name(numbers.dtype),
         )
+        self._settle_later("all_reduce", question)
         return tensor if out.data_ptr() == tensor.data_ptr() else tensor.copy_(out.view(tensor.shape))
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:

@@ -112,7 +112,7 @@ class NodeCalls:
                 "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
                 f"num_nvl_bytes of at least {2 * need_bytes}."
             )
-        self._settle()
+        self.settle()
         question = self._send_header(header, OK, need_bytes)
         if self._ask(OPERATIONS[header.operation], question, None) == GROW:
             self._grow()
@@ -126,6 +126,8 @@ class NodeCalls:
                 "and its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest "
                 f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
             )
+        # The second kernel of a plan is behind the answer, and has to see the old generation's state (rule 19).
+        self._synchronize()
         try:
             with torch.cuda.device(self._device):
                 self._memory.grow(need_bytes)
@@ -146,21 +148,25 @@ class NodeCalls:
         """Waits for the verdict of a call; GO or GROW, everything else raises."""
         return self._faults.verdict(operation, question, self._host_limit_secs, request, self._join_rows)
 
-    def _ask_later(self, operation: str) -> int:
-        """A question whose answer `_settle` waits for; 0, which asks nothing, where a CUDA graph is captured."""
-        if torch.cuda.is_current_stream_capturing():
-            return 0
-        self._unsettled = operation, next(self._questions)
-        return self._unsettled[1]
+    def _question_for_later(self) -> int:
+        """Of a call that `_settle_later` is told of; 0, which asks nothing, where a CUDA graph is captured."""
+        return 0 if torch.cuda.is_current_stream_capturing() else next(self._questions)
 
-    def _settle(self) -> None:
+    def _settle_later(self, operation: str, question: int) -> None:
+        """Leaves the question of a call that has been started to `settle`."""
+        if question:
+            self._unsettled = operation, question
+
+    def settle(self) -> None:
         """Raises what became of the last sum, before a call whose host waits: a rank that refused does not come to it.
 
-        Its kernel has begun by then or the wait would come later anyway, so the GPU idles for one launch.
+        Nobody is told twice. The sum's kernel has begun by then or the wait would come later anyway, so the GPU idles
+        for one launch.
         """
         if self._unsettled is not None:
             (operation, question), self._unsettled = self._unsettled, None
-            self._ask(operation, question, None)
+            if not self._faults.was_told(operation, question, self._host_limit_secs):
+                self._ask(operation, question, None)
 
     def _join_rows(self, error: Exception) -> None:
         """Refuses the rows of a dispatch that this rank gives up and others, who did not wait, have begun."""

@@ -289,6 +289,9 @@ class TorchDistBackend:
         self._agreement.exchange(Header(operation=OPERATIONS.index(operation)), error)
         raise error
 
+    def settle(self) -> None:
+        """Nothing: a sum waits for its verdict."""
+
     def take_faults(self) -> list[str]:
         faults, self._faults = self._faults, []
         return faults

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moe_ep
 from moe_ep._native import require
 from tests.distributed.conformance import check_routing
 from tests.ranks import Pools
 from tests.routing import ROUTINGS, TOKEN_COUNTS
+from tests.scale_experts import open_buffer
 
 pytestmark = pytest.mark.gpu
 WORLDS = (1, 2, 4, 8)
@@ -63,3 +65,21 @@ def test_exact_combine_adds_the_slots_in_order(ranks: Pools, world: int) -> None
 def test_the_path_of_older_gpus_gives_the_same_bits(ranks: Pools, world: int, layout: str, dtype: torch.dtype) -> None:
     num_checks = len(ROUTINGS) * len(TOKEN_COUNTS)
     assert ranks.run(_without_copy_engine, world, layout, dtype, timeout_secs=200) == [num_checks] * world
+
+
+def _most_experts(group: dist.ProcessGroup) -> tuple[bool, bool]:
+    """Ids spread over as many experts as the kernels count; small integers, so that sums are exact."""
+    with open_buffer(group, "intranode") as buffer:
+        num_local = require().max_local_experts
+        num_experts, num_tokens = num_local * buffer.group_size, 3000 + buffer.rank
+        flat = torch.arange(num_tokens * 4, device="cuda") * 7919 + 13 * buffer.rank
+        x = torch.arange(num_tokens * 8, device="cuda").view(-1, 8).remainder(97).float()
+        out = moe_ep.dispatch(buffer, x, flat.remainder(num_experts).view(-1, 4), num_experts=num_experts)
+        local = torch.arange(num_local, dtype=torch.int64, device="cuda")
+        is_sorted = torch.equal(out.topk_idx, local.repeat_interleave(out.expert_counts.long()))
+        return is_sorted, torch.equal(moe_ep.combine(buffer, out.x, out.handle), 4 * x)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_rank_counts_as_many_experts_as_it_says(ranks: Pools, world: int) -> None:
+    assert ranks.run(_most_experts, world, timeout_secs=100) == [(True, True)] * world

@@ -105,14 +105,24 @@ def test_an_exact_combine_finds_room_for_all_its_parts(node: FakeNode) -> None:
         assert launch.words[STATUS_WORD] == 0
 
 
-def test_a_plan_that_does_not_fit_grows_once_and_runs_again(alone: IntranodeBackend) -> None:
+def test_a_plan_that_does_not_fit_grows_once_and_runs_again(
+    alone: IntranodeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_tokens = START_BYTES // 8 + 1
+    grow, ended = alone._memory.grow, []
+
+    def grow_behind(num_bytes: int) -> None:
+        ended.append(alone.stream.num_synchronizes)  # type: ignore[attr-defined]
+        grow(num_bytes)
+
+    monkeypatch.setattr(alone._memory, "grow", grow_behind)
     exchange = fake_of(alone)
     exchange.plan_rows = (1, 1)
     exchange.plan_counts = ((num_tokens,), (1,), (1,), [1, 0])
     topk_idx = torch.zeros(1, 1, dtype=torch.int32).expand(num_tokens, 2)
     plan = alone.plan(make_request(num_tokens, hidden=1, topk_idx=topk_idx))
     assert names(alone) == ["plan_count", "plan_fill"] * 2, "the first plan_fill finds a call that has ended"
+    assert ended == [1], "of this generation: it would take the new one for a call to end (rule 19)"
     first, _, second, fill = exchange.launches
     assert (first.words[STATUS_WORD], second.words[STATUS_WORD]) == (DOES_NOT_FIT, 0)
     assert first.words[NEED_WORD] == second.words[NEED_WORD] > START_BYTES

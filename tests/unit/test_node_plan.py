@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +254,22 @@ def test_a_plan_of_no_tokens_is_ordinary(node: FakeNode) -> None:
 
     for plan_of_rank in node.run(plan):
         assert (plan_of_rank.handle.num_rows, plan_of_rank.handle.num_compact_rows) == (0, 0)
+
+
+def test_a_block_of_every_gpu_has_room_to_count_as_many_experts_as_there_may_be() -> None:
+    """`plan_block` of csrc/intranode_chunk.cuh takes as many warps as have room; 99 KB is what sm_86 and sm_89 have."""
+    csrc = Path(__file__).parents[2] / "csrc"
+    text = (csrc / "exchange.h").read_text() + (csrc / "intranode_chunk.cuh").read_text()
+
+    def constant(name: str) -> int:
+        found = re.search(rf"constexpr \w+ {name} = (\d+);", text)
+        assert found is not None, f"csrc has no {name}"
+        return int(found[1])
+
+    columns = constant("kMaxLocalExperts") + constant("kMaxRanks")
+    most_bytes = {"sm_86": 99 << 10, "sm_80": 163 << 10, "sm_90": 227 << 10}
+    for num_tiles, warps in ((1, {"sm_86": 9, "sm_80": 16, "sm_90": 16}), (3, {"sm_86": 6, "sm_80": 11, "sm_90": 16})):
+        of_warp = 4 * (num_tiles * constant("kTile") + columns)
+        for arch, num_bytes in most_bytes.items():
+            fit = min((num_bytes - constant("kStaticBytes")) // of_warp, constant("kPlanThreads") // 32)
+            assert fit == warps[arch], (arch, num_tiles)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+import moe_ep
 from moe_ep.backends.header import ERRORS, OPERATIONS
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_header import STATUS_WORD
+from moe_ep.buffer import Buffer
 from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.placement import ExpertPlacement
 from tests.fake_exchange import FakeNode
@@ -168,6 +172,26 @@ def test_a_sum_that_met_a_refusal_is_raised_before_the_next_wait_for_the_rank_th
     assert backends[0]._num_calls == backends[1]._num_calls, "the ranks are in step, and go on without a reset"
 
 
+@pytest.mark.parametrize("hidden", [4, 0], ids=["a good call", "a call that is refused itself"])
+def test_a_dispatch_behind_a_refused_sum_sends_nothing_to_the_rank_that_left(node: FakeNode, hidden: int) -> None:
+    """Also where the device has reported the refusal by then, so that check() sees it first."""
+    backends = construct(node)
+    placement = ExpertPlacement.balanced(4, 2)
+    stub = SimpleNamespace(backend=backends[1], num_channels=1, anchor=None, placement=lambda num_experts: placement)
+    stub.check = lambda: Buffer.check(cast(Buffer, stub))
+
+    def call(rank: int) -> tuple[type[BaseException] | None, str]:
+        if rank == 0:
+            return caught(lambda: backends[0].refuse("dispatch", ValueError("x has 128 columns.")))
+        backends[1].all_reduce(torch.ones(3))
+        fake_of(backends[1]).wait_answer(1, PATIENCE_SECS)
+        x, idx = torch.ones(4, hidden), torch.zeros(4, 2, dtype=torch.int64)
+        return caught(lambda: moe_ep.dispatch(cast(Buffer, stub), x, idx, num_experts=4))
+
+    assert node.run(call)[1] == (ValueError, "EP rank 0 refused all_reduce: x has 128 columns.")
+    assert names(backends[1]) == ["all_reduce"]
+
+
 def test_a_sum_whose_refusal_was_told_is_not_raised_again(node: FakeNode) -> None:
     backends = construct(node)
 
@@ -176,11 +200,45 @@ def test_a_sum_whose_refusal_was_told_is_not_raised_again(node: FakeNode) -> Non
             return [], caught(lambda: backends[0].refuse("dispatch", ValueError("x has 128 columns.")))
         backends[1].all_reduce(torch.ones(3))
         fake_of(backends[1]).wait_answer(1, PATIENCE_SECS)
-        return backends[1].take_faults(), caught(backends[1]._settle)
+        return backends[1].take_faults(), caught(backends[1].settle)
 
     _, (told, later) = node.run(call)
     assert told == ["EP rank 0 refused all_reduce: x has 128 columns."]
     assert later == (None, "")
+
+
+def test_a_refusal_that_was_told_hides_none_of_a_later_generation(node: FakeNode) -> None:
+    """Epochs begin anew where memory has grown: the plan that is refused here has the epoch of the sum that was."""
+    backends = construct(node)
+    fake_of(backends[1]).bad = (3, 9)
+
+    def call(rank: int) -> tuple[type[BaseException] | None, str]:
+        if rank == 0:
+            caught(lambda: backends[0].refuse("dispatch", ValueError("x has 128 columns.")))
+        else:
+            backends[1].all_reduce(torch.ones(3))
+            fake_of(backends[1]).wait_answer(1, PATIENCE_SECS)
+            assert len(backends[1].take_faults()) == 1
+            backends[1].settle()
+        backends[rank]._memory.grow(1)
+        return caught(lambda: backends[rank].plan(make_request(4, world=2)))
+
+    for kind, text in node.run(call):
+        assert kind is ValueError
+        assert text.startswith("EP rank 1 refused dispatch: topk_idx[1, 1] is 9;")
+    assert backends[0]._memory.generation == backends[1]._memory.generation == 2, "nobody takes it for growth"
+
+
+def test_no_call_waits_for_a_sum_that_was_not_started(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = construct(node)[RANK]
+
+    def fails(*given: object) -> bool:
+        raise RuntimeError("numbers have dtype float8_e5m2, which cannot be summed here: convert them.")
+
+    monkeypatch.setattr(fake_of(backend), "all_reduce", fails)
+    kind, text = caught(lambda: backend.all_reduce(torch.ones(3)))
+    assert (kind, text[:12]) == (RuntimeError, "numbers have")
+    assert caught(backend.settle) == (None, "")
 
 
 def test_a_refusal_of_a_closed_buffer_or_by_a_time_limit_sends_nothing(node: FakeNode) -> None:
