@@ -56,8 +56,9 @@ def test_the_extension_has_the_signatures_of_the_protocol() -> None:
         in_extension = (there.__init__ if isinstance(there, type) else there).__doc__.split("(", 1)[1]
         parameters = list(inspect.signature(function).parameters.values())[1:]
         named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        positions = [in_extension.find(f"{parameter}:") for parameter in named]
-        assert -1 not in positions, f"{name} of moe_ep._C has other arguments: {in_extension}"
+        found = [re.search(rf"\b{parameter}:", in_extension) for parameter in named]
+        assert all(found), f"{name} of moe_ep._C has other arguments: {in_extension}"
+        positions = [match.start() for match in found if match is not None]
         assert positions == sorted(positions)
     assert kernels.cuda_archs.startswith("sm_")
     for name, _ in inspect.getmembers(NativeExchange, inspect.isfunction):
