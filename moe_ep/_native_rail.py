@@ -65,10 +65,8 @@ class NativeNvshmemRail(NativeRail, Protocol):
     def address_at(self, pe: int) -> int: ...
 
 
-class RailKernels(Protocol):
-    """The part of `moe_ep._C` that works between nodes."""
-
-    max_nodes: int
+class RoundKernels(Protocol):
+    """An extension that sends rounds between nodes; each has rounds of its own."""
 
     def RailRound(
         self,
@@ -81,6 +79,12 @@ class RailKernels(Protocol):
         first_out: int,
         num_in: int,
     ) -> NativeRound: ...
+
+
+class RailKernels(RoundKernels, Protocol):
+    """The part of `moe_ep._C` that works between nodes."""
+
+    max_nodes: int
 
     def IpcRail(
         self, *, node: int, num_nodes: int, flow_bytes: int, node_state: int, record: int, timeout_secs: float
@@ -109,22 +113,10 @@ class RailKernels(Protocol):
     ) -> None: ...
 
 
-class NvshmemKernels(Protocol):
-    """`moe_ep._C_nvshmem`, whose rounds are its own."""
+class NvshmemKernels(RoundKernels, Protocol):
+    """`moe_ep._C_nvshmem`."""
 
     def register_kernels(self) -> None: ...
-
-    def RailRound(
-        self,
-        *,
-        number: int,
-        num_rounds: int,
-        operation: int,
-        row_bytes: int,
-        flow_bytes: int,
-        first_out: int,
-        num_in: int,
-    ) -> NativeRound: ...
 
     def NvshmemRail(
         self,

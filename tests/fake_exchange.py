@@ -195,8 +195,24 @@ class FakeStream:
         self.num_synchronizes += 1
 
 
+class KernelSizes:
+    """Sizes and cuts as csrc/exchange.h has them."""
+
+    max_chunks: int = 64
+
+    def has_bulk_copies(self) -> bool:
+        return True
+
+    def geometry_length(self, size: int, num_local: int) -> int:
+        return 4 + size + size * size + size * (self.max_chunks + 1) + 2 * num_local + 1
+
+    def chunk_tokens(self, num_tokens: int) -> int:
+        even = -(-num_tokens // self.max_chunks)
+        return 32 if even <= 32 else -(-even // 8) * 8
+
+
 @dataclass
-class FakeKernels:
+class FakeKernels(KernelSizes):
     """`moe_ep._native_exchange.ExchangeKernels`, with the numbers of csrc/exchange.h."""
 
     node: FakeNode
@@ -220,16 +236,6 @@ class FakeKernels:
 
     def can_reach(self, peer_pci_bus_id: str) -> bool:
         return peer_pci_bus_id not in self.unreachable
-
-    def has_bulk_copies(self) -> bool:
-        return True
-
-    def geometry_length(self, size: int, num_local: int) -> int:
-        return 4 + size + size * size + size * (self.max_chunks + 1) + 2 * num_local + 1
-
-    def chunk_tokens(self, num_tokens: int) -> int:
-        even = -(-num_tokens // self.max_chunks)
-        return 32 if even <= 32 else -(-even // 8) * 8
 
 
 @dataclass

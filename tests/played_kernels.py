@@ -24,6 +24,7 @@ from moe_ep.backends.device_faults import GO, GROW
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import NEED_WORD
 from moe_ep.ordered_sum import accumulation_dtype
+from tests.fake_exchange import KernelSizes
 
 SIGNAL_BYTES = 512  # of a block, before its slots
 PAGE_BYTES = 4096
@@ -59,7 +60,7 @@ def ordered_sum(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-class PlayedKernels:
+class PlayedKernels(KernelSizes):
     """`moe_ep._C` as far as backend `internode` needs it.
 
     Attributes:
@@ -102,16 +103,6 @@ class PlayedKernels:
 
     def can_reach(self, peer_pci_bus_id: str) -> bool:
         return True
-
-    def has_bulk_copies(self) -> bool:
-        return True
-
-    def geometry_length(self, size: int, num_local: int) -> int:
-        return 4 + size + size * size + size * (self.max_chunks + 1) + 2 * num_local + 1
-
-    def chunk_tokens(self, num_tokens: int) -> int:
-        even = -(-num_tokens // self.max_chunks)
-        return 32 if even <= 32 else -(-even // 8) * 8
 
     def node_sum(
         self, *, bias: tuple[int, int], place: int, dtype: str, y: int, own: int, own_by_place: bool, **given: Any

@@ -6,6 +6,8 @@ Each check builds the inputs of all ranks from the seed, so it can work out on i
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 import moe_ep
 from moe_ep.reference import LoopRow, combine_loop, dispatch_loop, rows_of
 from tests.compare import assert_close, assert_same_bits
-from tests.routing import make_inputs
+from tests.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
 
 HIDDEN = 8  # rows of 16 bytes in bfloat16, the least that every backend takes
 NUM_TOPK = 3
@@ -64,6 +66,24 @@ def check_routing(
     check_round_trip(
         group, backend, layout, inputs, num_experts, alignment, idx_dtype, exact, device, ranks_per_node, hop
     )
+
+
+def check_every_routing(
+    group: dist.ProcessGroup,
+    layout: str,
+    dtype: torch.dtype,
+    ranks_per_node: int,
+    hop: str,
+    exact: bool,
+    device: str = "cpu",
+) -> int:
+    """`check_routing` of backend "internode" for every named routing and count of tokens; how many there were."""
+    names = list(itertools.product(ROUTINGS, TOKEN_COUNTS))
+    for routing, tokens in names:
+        check_routing(
+            group, "internode", layout, dtype, routing, tokens, 4, torch.int64, exact, device, ranks_per_node, hop
+        )
+    return len(names)
 
 
 def check_round_trip(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import moe_ep
 from moe_ep.errors import ConfigError
 from tests.compare import assert_same_bits
-from tests.distributed.conformance import check_routing
+from tests.distributed.conformance import check_every_routing
 from tests.internode_jobs import as_torch_does, low_level
 from tests.played_kernels import played
 from tests.ranks import Pools
@@ -27,22 +26,8 @@ ROOMY = pytest.param(1 << 20, marks=pytest.mark.slow(ci=True))  # one holds ever
 def _every_routing(
     group: dist.ProcessGroup, ranks_per_node: int, layout: str, dtype: torch.dtype, exact: bool, staging_bytes: int
 ) -> int:
-    num_checks = 0
     with played(group, ranks_per_node, staging_bytes) as kernels:
-        for routing, tokens in itertools.product(ROUTINGS, TOKEN_COUNTS):
-            check_routing(
-                group,
-                "internode",
-                layout,
-                dtype,
-                routing,
-                tokens,
-                4,
-                exact=exact,
-                ranks_per_node=ranks_per_node,
-                hop="ipc",
-            )
-            num_checks += 1
+        num_checks = check_every_routing(group, layout, dtype, ranks_per_node, "ipc", exact)
     crosses = dist.get_world_size(group) > ranks_per_node
     assert (kernels.crossed[0] > 0, kernels.num_in_place > 0) == (crosses, crosses)
     return num_checks

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,9 +13,10 @@ import torch.distributed as dist
 import moe_ep
 from moe_ep.backends import internode_kernels
 from tests.compare import assert_same_bits
-from tests.distributed.conformance import check_routing
+from tests.distributed.conformance import check_every_routing
+from tests.gpu.nvshmem_ranks import nvshmem_pool
 from tests.internode_jobs import as_torch_does, low_level
-from tests.ranks import Pool, Pools
+from tests.ranks import Pools
 from tests.routing import ROUTINGS, TOKEN_COUNTS
 
 pytestmark = pytest.mark.gpu
@@ -36,24 +35,8 @@ def _every_routing(
     exact: bool,
     staging_bytes: int,
 ) -> int:
-    num_checks = 0
     with mock.patch.object(internode_kernels, "STAGING_BYTES", staging_bytes):
-        for routing, tokens in itertools.product(ROUTINGS, TOKEN_COUNTS):
-            check_routing(
-                group,
-                "internode",
-                layout,
-                dtype,
-                routing,
-                tokens,
-                4,
-                exact=exact,
-                device="cuda",
-                ranks_per_node=ranks_per_node,
-                hop=hop,
-            )
-            num_checks += 1
-    return num_checks
+        return check_every_routing(group, layout, dtype, ranks_per_node, hop, exact, "cuda")
 
 
 NUM_CHECKS = len(ROUTINGS) * len(TOKEN_COUNTS)
@@ -148,15 +131,8 @@ def _described(group: dist.ProcessGroup, hop: str) -> str:
 
 @pytest.fixture(scope="module")
 def over_nvshmem() -> Iterator[run_of]:
-    """Runs a function on two ranks that NVSHMEM can begin in: one on each GPU, of a world of two."""
-    for name in ("nvshmem", "cuda"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs NVSHMEM for Python (nvshmem4py-cu13), and {name} is missing")
-    if importlib.util.find_spec("moe_ep._C_nvshmem") is None:
-        pytest.skip("needs moe_ep._C_nvshmem, which this install was made without: build it where the wheel is")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    pool = Pool(2, on_cuda=True)
+    """Runs a function on them."""
+    pool = nvshmem_pool()
     print(*pool.run(_described, 2, ("nvshmem",), 120.0), sep="\n")  # noqa: T201 (what a reader of the log looks for)
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from moe_ep.backends.device_faults import _PHASES
+from tests.gpu.nvshmem_ranks import nvshmem_pool
 from tests.gpu.rail_jobs import rounds_arrive, silence_is_reported, start_nvshmem
 from tests.ranks import Pool, Pools
 
@@ -35,15 +34,8 @@ def test_a_node_that_does_not_send_is_named_over_ipc(ranks: Pools) -> None:
 
 @pytest.fixture(scope="module")
 def over_nvshmem() -> Iterator[Pool]:
-    """Ranks with NVSHMEM, which a process can begin once: one on each GPU."""
-    for name in ("nvshmem", "cuda"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs NVSHMEM for Python (nvshmem4py-cu13), and {name} is missing")
-    if importlib.util.find_spec("moe_ep._C_nvshmem") is None:
-        pytest.skip("needs moe_ep._C_nvshmem, which this install was made without: build it where the wheel is")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    pool = Pool(2, on_cuda=True)
+    """Ranks with NVSHMEM."""
+    pool = nvshmem_pool()
     print("NVSHMEM", pool.run(start_nvshmem, 2, (), 120.0)[0])  # noqa: T201 (what a reader of the log looks for)
     yield pool
     pool.close()
