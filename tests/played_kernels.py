@@ -131,6 +131,7 @@ class PlayedRail:
         self.block = self._memory.data_ptr()
         self._sent: dict[int, list[Tensor]] = {}
         self._is_full = [False, False]
+        self._taken: set[int] = set()  # rounds of the call
         self.num_rounds = 0
 
     def inbox(self, slot: int) -> int:
@@ -171,10 +172,12 @@ class PlayedRail:
             self.kernels.crossed[0] += num_rows
             self.kernels.crossed[1] += num_rows * round.row_bytes
         assert round.number not in self._sent
+        self.wait_free(round, stream)
         self._sent[round.number] = flows
 
     def wait_free(self, round: Any, stream: int) -> None:
         assert round.number not in self._sent
+        assert round.number - 2 in {-2, -1, *self._taken}, "launched before what it waits for on the other ranks"
 
     def wait(self, round: Any, stream: int) -> None:
         slot = round.number % 2
@@ -192,10 +195,12 @@ class PlayedRail:
 
     def take(self, round: Any, stream: int) -> None:
         self._is_full[round.number % 2] = False
+        self._taken.add(round.number)
         if round.number == round.num_rounds - 1:
             assert not self._sent, "the rounds were counted on before all was sent"
             assert self.num_rounds % 2 == 0
             self.num_rounds += round.num_rounds
+            self._taken.clear()
 
 
 class PlayedExchange:

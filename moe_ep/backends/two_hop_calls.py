@@ -5,7 +5,10 @@ rank that it came to, with the kernels of the intranode backend. A combine goes 
 ranks of the node have for the inbox's rows, into the outbox; it goes home along the rail, and the nodes' sums are added
 up there. Rows that stay in their node take one call of their own, beside the first round.
 
-Sends have a stream of their own, so that both hops are under way at once; they share the SM budget.
+Sends have a stream of their own, so that both hops are under way at once; they share the SM budget. Launches stand in
+an order in which a kernel waits only for what every rank launches before it: a send waits for the answers to the round
+before the last, so it is launched behind them. Hence streams may share a queue of the GPU, and a launch may wait for
+kernels that run, as the first one of a kernel can.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from moe_ep.backends.node_rows import Load, aligned, kind_of
 from moe_ep.backends.rail_memory import RailMemory
 from moe_ep.backends.rail_routes import RailFlows, RailRoutes
 from moe_ep.kernel_arguments import address
+
+NUM_SLOTS = 2  # rounds under way; kHopSlots of csrc/rail.h
 
 
 class TwoHopCalls:
@@ -84,23 +89,31 @@ class TwoHopCalls:
         extra = (weights, made_rows, grad_weights)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.outward, operation, row_bytes)
-            self._send_all(routes, rounds, [(given[0], given[1], given[2]) for given in rows], routes.token)
+            leaving = [(given[0], given[1], given[2]) for given in rows]
+            for number in range(NUM_SLOTS):
+                self._send_rows(routes, rounds, number, leaving, routes.token)
             self._node.move(routes.own, operation, load.kind, rows, num_sms, (), *extra)
             for number, call in enumerate(routes.calls):
                 self._take_up(rounds[number])
                 came, places = self._inbox_rows(number, rows, row_bytes, weights is None)
                 self._node.move(call, operation, load.kind, came, num_sms, places, *extra)
                 self._answer(routes, rounds, number)
+                self._send_rows(routes, rounds, number + NUM_SLOTS, leaving, routes.token)
         self._end((load, outs, *extra, routes), joins)
         return *load.as_given(outs), grad_weights
 
-    def _send_all(
-        self, routes: RailRoutes, rounds: Sequence[NativeRound], kinds: Sequence[tuple[int, int, int]], row: Tensor
+    def _send_rows(
+        self,
+        routes: RailRoutes,
+        rounds: Sequence[NativeRound],
+        number: int,
+        kinds: Sequence[tuple[int, int, int]],
+        row: Tensor,
     ) -> None:
-        """Rows `row` of each kind (address, stride, bytes), which wait for nothing but room."""
-        for this in rounds[: len(routes.calls)]:
+        """Rows `row` of each kind (address, stride, bytes), as a round of the call, if it has that many."""
+        if number < len(routes.calls):
             assert self._rail is not None
-            self._rail.native.send(this, kinds, row.data_ptr(), self._rail_sms, self._sending.cuda_stream)
+            self._rail.native.send(rounds[number], kinds, row.data_ptr(), self._rail_sms, self._sending.cuda_stream)
 
     def _inbox_rows(
         self, number: int, rows: Sequence[NativeRows], row_bytes: int, in_place: bool
@@ -141,8 +154,10 @@ class TwoHopCalls:
         num_sms = self._begin(bool(routes.calls))
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)
+            leaving = [(rows.data_ptr(), row_bytes, row_bytes)]
             if routes.straight is not None:
-                self._send_all(routes, rounds, [(rows.data_ptr(), row_bytes, row_bytes)], routes.straight.row)
+                for number in range(NUM_SLOTS):
+                    self._send_rows(routes, rounds, number, leaving, routes.straight.row)
             elif routes.calls:
                 self._send_sums(routes, rounds, 0, operation, rows, weights, num_sms)
             if not straight:
@@ -155,6 +170,8 @@ class TwoHopCalls:
                 self._take_up(rounds[number])
                 self._add_nodes(routes, number, own, bias, y, num_sms)
                 self._answer(routes, rounds, number)
+                if routes.straight is not None:
+                    self._send_rows(routes, rounds, number + NUM_SLOTS, leaving, routes.straight.row)
         self._end((rows, weights, own, y, bias, routes), joins)
         return y[:, :given] if given != y.shape[1] else y
 

@@ -16,7 +16,7 @@ from tests.compare import assert_same_bits
 from tests.distributed.conformance import check_every_routing
 from tests.gpu.nvshmem_ranks import nvshmem_pool
 from tests.internode_jobs import as_torch_does, low_level
-from tests.ranks import Pools
+from tests.ranks import Pool, Pools
 from tests.routing import ROUTINGS, TOKEN_COUNTS
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +81,22 @@ def test_every_other_call_gives_what_torch_gives(ranks: Pools, world: int, ranks
     for theirs, ours in zip(expected, actual, strict=True):
         for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
             assert_same_bits(two, one, f"result {number}")
+
+
+def _with_one_connection(group: dist.ProcessGroup, layout: str) -> int:
+    """Every stream of the process feeds one queue of the GPU; calls of ten rounds and more."""
+    with mock.patch.object(internode_kernels, "STAGING_BYTES", 1 << 18):
+        return as_torch_does(group, "ipc", "cuda", 1, layout, 700, 1024)
+
+
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+def test_one_connection_to_the_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    pool = Pool(2, on_cuda=True)
+    try:
+        assert all(num > 0 for num in pool.run(_with_one_connection, 2, (layout,), 100))
+    finally:
+        pool.close()
 
 
 # -- ranks that are missing -------------------------------------------------------------------------------------------
