@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
 import pickle
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,21 @@ class Watched(NamedTuple):
     timeout_secs: float
 
 
+@dataclass
+class _Made:
+    """A rail, which symmetric memory belongs to for good.
+
+    Attributes:
+        native: the rail.
+        shape: node and processing elements, bytes of a flow.
+        is_idle: nobody uses it.
+    """
+
+    native: NativeNvshmemRail
+    shape: tuple[tuple[int, ...], int]
+    is_idle: bool
+
+
 class NvshmemWorld:
     """See above.
 
@@ -53,8 +70,7 @@ class NvshmemWorld:
         self.generation = 0
         self._ranks: tuple[int, ...] = ()
         self._kernels: NvshmemKernels | None = None
-        self._idle: list[tuple[tuple[int, ...], int, NativeNvshmemRail]] = []
-        self._in_use: dict[int, tuple[tuple[int, ...], int, NativeNvshmemRail]] = {}
+        self._made: list[_Made] = []  # all ranks make rails together, so a number stands for the same memory on all
 
     @property
     def kernels(self) -> NvshmemKernels:
@@ -91,24 +107,37 @@ class NvshmemWorld:
         kernels.register_kernels()
         self._kernels, self._ranks = kernels, gathering.ranks
 
-    def rail(self, node: int, pes: list[int], flow_bytes: int, watched: Watched) -> NativeNvshmemRail:
-        """A rail whose processing elements are `pes`: one that lies idle, or a new one. Collective over all ranks."""
-        key = (node, *pes)
-        for place, (idle, idle_bytes, rail) in enumerate(self._idle):
-            if (idle, idle_bytes) == (key, flow_bytes):
-                del self._idle[place]
-                rail.watch(**watched._asdict())
-                break
-        else:
-            rail = self.kernels.NvshmemRail(node=node, pes=pes, flow_bytes=flow_bytes, **watched._asdict())
-        self._in_use[id(rail)] = (key, flow_bytes, rail)
+    def rail(
+        self, gathering: Gathering, timeout_secs: float, node: int, pes: list[int], flow_bytes: int, watched: Watched
+    ) -> NativeNvshmemRail:
+        """A rail whose processing elements are `pes`: one that lies idle on all ranks, or a new one. Collective.
+
+        Args:
+            gathering: of this rail alone.
+            timeout_secs: how long to wait for the others.
+            node, pes, flow_bytes, watched: as `NvshmemRail` takes them.
+
+        Raises:
+            EPTimeoutError: a rank did not come.
+        """
+        shape = ((node, *pes), flow_bytes)
+        idle = [number for number, made in enumerate(self._made) if made.is_idle and made.shape == shape]
+        # Ranks close buffers when they like: one may have closed more than another, or in another order.
+        notes = gathering.all("idle", json.dumps(idle), timeout_secs)
+        common = set(idle).intersection(*map(json.loads, notes))
+        if common:
+            made = self._made[min(common)]
+            made.is_idle = False
+            made.native.watch(**watched._asdict())
+            return made.native
+        rail = self.kernels.NvshmemRail(node=node, pes=pes, flow_bytes=flow_bytes, **watched._asdict())
+        self._made.append(_Made(rail, shape, False))
         return rail
 
     def give_back(self, rail: NativeRail) -> None:
         """Keeps the memory of a rail for the next one."""
-        entry = self._in_use.pop(id(rail), None)
-        if entry is not None:
-            self._idle.append(entry)
+        for made in self._made:
+            made.is_idle |= made.native is rail
 
 
 @functools.cache

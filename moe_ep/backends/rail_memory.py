@@ -118,7 +118,7 @@ class RailMemory:
         self.rounds = world.kernels.RailRound
         own = topology.rail_of(rank)
         pes = [topology.rank_at(peer, own) for peer in range(self.num_nodes)]
-        rail = world.rail(self.node, pes, self._flow_bytes, self._watched)
+        rail = world.rail(self._gathering, self._timeout_secs, self.node, pes, self._flow_bytes, self._watched)
         self.native = rail
         places = topology.ranks_of(self.node)
         addresses = [rail.block if place == rank else rail.address_at(place) for place in places]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -98,20 +99,47 @@ def test_a_process_begins_once_and_refuses_another_group(fake: FakeNvshmem) -> N
         world.start(Gathering(dist.HashStore(), [5], 0), 10)
 
 
+def _rails(worlds: list[NvshmemWorld], flow_bytes: int, watched: Watched = WATCHED) -> list[Any]:
+    """What every rank gets, on a store that only this rail has."""
+    store, ranks = dist.HashStore(), range(4, 4 + len(worlds))
+
+    def rail(rank: int) -> Any:
+        return worlds[rank].rail(Gathering(store, ranks, rank), 10, 0, [0, 2], flow_bytes, watched)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(rail, range(len(worlds))))
+
+
 def test_a_closed_rail_serves_the_next_buffer_of_its_shape(fake: FakeNvshmem) -> None:
-    (world,) = _start(1)
-    first = world.rail(0, [0, 2], 512, WATCHED)
-    second = world.rail(0, [0, 2], 512, WATCHED)
+    worlds = _start(1)
+    (world,) = worlds
+    (first,), (second,) = _rails(worlds, 512), _rails(worlds, 512)
     assert len(fake.rails) == 2
     world.give_back(first)
-    assert world.rail(0, [0, 2], 1024, WATCHED) is not first
-    again = world.rail(0, [0, 2], 512, Watched(24, 32, 5.0))
+    assert _rails(worlds, 1024) != [first]
+    (again,) = _rails(worlds, 512, Watched(24, 32, 5.0))
     assert again is first
     assert (fake.rails[0].node_state, fake.rails[0].record, fake.rails[0].timeout_secs) == (24, 32, 5.0)
     assert len(fake.rails) == 3
     world.give_back(second)
     world.give_back(second)  # a second close
-    assert len(world._idle) == 1
+    assert _rails(worlds, 512) == [second]
+    assert _rails(worlds, 512) != [second]
+    assert len(fake.rails) == 4
+
+
+def test_ranks_that_closed_in_another_order_or_less_take_the_same_memory_again(fake: FakeNvshmem) -> None:
+    worlds = _start(2)
+    rails = [_rails(worlds, 512) for _ in range(3)]
+    for rank, closes in enumerate([(2, 0, 1), (1, 2)]):
+        for number in closes:
+            worlds[rank].give_back(rails[number][rank])
+    for number in (1, 2):
+        for ours, theirs in zip(_rails(worlds, 512), rails[number], strict=True):
+            assert ours is theirs
+    assert len(fake.rails) == 6
+    _rails(worlds, 512)  # rank 0 has one more, which rank 1 still uses
+    assert len(fake.rails) == 8
 
 
 @pytest.mark.parametrize("missing", ["nvshmem", "cuda", "moe_ep._C_nvshmem"])
