@@ -22,10 +22,12 @@ __device__ inline void NvshmemHop::signal(int node, int64_t signal, uint64_t val
   nvshmemx_signal_op(reinterpret_cast<uint64_t*>(block + signal), value, NVSHMEM_SIGNAL_SET, pes[node]);
 }
 
-// The wait ends at once; it is what promises that the rows before the signal can be read.
+// The wait ends at once, also where the word has changed since, for no signal has that value: a limit is kept by the
+// caller. With the fence it promises that the rows before the signal can be read.
 __device__ inline uint64_t NvshmemHop::seen(uint64_t* word) const {
   const uint64_t value = nvshmem_signal_fetch(word);
-  nvshmem_signal_wait_until(word, NVSHMEM_CMP_GE, value);
+  nvshmem_signal_wait_until(word, NVSHMEM_CMP_NE, ~uint64_t{0});
+  __threadfence_system();
   return value;
 }
 
