@@ -18,7 +18,10 @@ __device__ inline void NvshmemHop::put_signal(int node, int64_t to, const char* 
 
 __device__ inline char* NvshmemHop::reach(int node) const { return static_cast<char*>(nvshmem_ptr(block, pes[node])); }
 
+// Behind the signals before: a word that an older one overtakes would stay at it. Costs nothing where the transport
+// keeps the order by itself.
 __device__ inline void NvshmemHop::signal(int node, int64_t signal, uint64_t value) const {
+  nvshmem_fence();
   nvshmemx_signal_op(reinterpret_cast<uint64_t*>(block + signal), value, NVSHMEM_SIGNAL_SET, pes[node]);
 }
 
