@@ -84,12 +84,19 @@ class Origin:
 
 
 def filled(
-    world: World, shape: Shape, times: Times, remote_bytes: int, ceiling_gbps: float | None, origin: Origin, **own: Any
+    world: World,
+    shape: Shape,
+    times: Times,
+    remote_bytes: int,
+    ceiling_gbps: float | None,
+    origin: Origin,
+    nodes: int = 1,
+    **own: Any,
 ) -> Record:
     """A record; `own` has the columns that neither the sizes nor the times nor the run decide."""
     return Record(
         world=world.size,
-        nodes=own.pop("nodes", 1),
+        nodes=nodes,
         gpus=world.gpus,
         tokens=shape.tokens,
         hidden=shape.hidden,

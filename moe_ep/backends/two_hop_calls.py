@@ -120,7 +120,7 @@ class TwoHopCalls:
     ) -> tuple[list[NativeRows], tuple[int, ...]]:
         """What came in a round, as rows of this rank's; and where the peers find them, if they read them there."""
         assert self._rail is not None
-        place = self._rail.native.inbox(number % 2)
+        place = self._rail.native.inbox(number % NUM_SLOTS)
         block, numbers, places, came = self._rail.block_number, 0, [], []
         for kind, (_, _, kind_bytes, out, poison, padding) in enumerate(rows):
             came.append((self._rail.native.block + place, row_bytes, kind_bytes, out, poison, padding))
@@ -189,7 +189,7 @@ class TwoHopCalls:
         assert self._rail is not None
         rail, stream = self._rail.native, self.stream.cuda_stream
         rail.wait_free(rounds[number], stream)
-        outbox = rail.block + rail.outbox(number % 2)
+        outbox = rail.block + rail.outbox(number % NUM_SLOTS)
         self._node.combine(routes.calls[number], operation, rows, outbox, num_sms, weights)
         self._sending.wait_stream(self.stream)
         rail.send(rounds[number], [], 0, self._rail_sms, self._sending.cuda_stream)
@@ -201,7 +201,7 @@ class TwoHopCalls:
         rail, size = self._rail, routes.round_tokens
         row_bytes, kind = y.shape[1] * y.element_size(), kind_of(y.dtype)
         self._kernels.node_sum(
-            inbox=rail.native.block + rail.native.inbox(number % 2),
+            inbox=rail.native.block + rail.native.inbox(number % NUM_SLOTS),
             flow_bytes=routes.flow_rows * row_bytes,
             own=own.data_ptr(),
             own_by_place=routes.straight is not None,
