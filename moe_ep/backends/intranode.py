@@ -24,7 +24,7 @@ from moe_ep.backends.node_route import Route, route_of
 from moe_ep.backends.node_rows import Load, aligned, kind_of, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
-from moe_ep.handle import LAYOUTS, DispatchHandle
+from moe_ep.handle import LAYOUTS, DispatchHandle, Layout
 from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement
@@ -417,23 +417,57 @@ class IntranodeBackend(NodeCalls):
 
 
 def _plan_header(request: DispatchRequest, published_bytes: int) -> bytes:
-    weights = request.topk_weights
+    weights, placement = request.topk_weights, request.placement
+    return _packed_plan_header(
+        request.x.shape[1],
+        *request.topk_idx.shape,
+        placement.num_experts,
+        request.x.dtype,
+        None if weights is None else weights.dtype,
+        request.layout,
+        request.alignment,
+        placement.fingerprint,
+        request.grad_enabled,
+        request.x_needs_grad,
+        request.weights_need_grad,
+        published_bytes,
+        request.max_rows is not None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_plan_header(
+    hidden: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None,
+    layout: Layout,
+    alignment: int,
+    placement: int,
+    grad_enabled: bool,
+    x_needs_grad: bool,
+    weights_need_grad: bool,
+    published_bytes: int,
+    goes_on: bool,
+) -> bytes:
     header = Header(
         operation=_NUMBER_OF["dispatch"],
-        hidden=request.x.shape[1],
-        num_topk=request.topk_idx.shape[1],
-        num_experts=request.placement.num_experts,
-        dtype=DTYPES.index(request.x.dtype),
-        weights_dtype=-1 if weights is None else DTYPES.index(weights.dtype),
-        layout=LAYOUTS.index(request.layout),
-        alignment=request.alignment,
-        placement=request.placement.fingerprint,
-        grad_enabled=request.grad_enabled,
-        x_needs_grad=request.x_needs_grad,
-        weights_need_grad=request.weights_need_grad,
-        num_tokens=request.topk_idx.shape[0],
+        hidden=hidden,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        dtype=DTYPES.index(dtype),
+        weights_dtype=-1 if weights_dtype is None else DTYPES.index(weights_dtype),
+        layout=LAYOUTS.index(layout),
+        alignment=alignment,
+        placement=placement,
+        grad_enabled=grad_enabled,
+        x_needs_grad=x_needs_grad,
+        weights_need_grad=weights_need_grad,
+        num_tokens=num_tokens,
     )
-    return pack(header, OK, published_bytes, goes_on=request.max_rows is not None)
+    return pack(header, OK, published_bytes, goes_on=goes_on)
 
 
 def _exact_parts(route: Route, row_bytes: int) -> tuple[int, tuple[int, int]]:
