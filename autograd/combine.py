@@ -106,7 +106,7 @@ def combine_by(
         weights = None if topk_weights is None else as_weights(topk_weights, rows.dtype, "topk_weights")
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("combine", error)
-    if function is Combine and ops.is_watched():
+    if function is Combine and ops.has_dispatch_mode():
         return ops.compiled_combine(buffer, rows, handle, topk_weights, exact)
     wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
     joins_backward = backend.open_combine(handle, rows, weights, exact, wants_grad)

@@ -12,7 +12,7 @@ from moe_ep.autograd.dispatch_backward import Arrival, backward_of_dispatch, tie
 from moe_ep.autograd.dispatch_fp8 import dispatch_fp8
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.buffer import Buffer
-from moe_ep.checks import as_weights, dispatch_request
+from moe_ep.checks import dispatch_request
 from moe_ep.handle import DispatchOutput
 from moe_ep.integrations import transformer_engine
 
@@ -84,10 +84,12 @@ def dispatch(
         request = dispatch_request(
             x, topk_idx, topk_weights, placement, layout, alignment, max_rows, buffer.num_channels
         )
-        weights = None if topk_weights is None else as_weights(topk_weights, x.dtype, "topk_weights")
+        weights = topk_weights
+        if topk_weights is not None and request.topk_weights is not None:  # with its graph, unlike that of the request
+            weights = topk_weights.to(request.topk_weights.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         backend.refuse("dispatch", error)
-    if ops.is_watched():
+    if ops.has_dispatch_mode():
         return ops.compiled_dispatch(buffer, x, topk_idx, weights, num_experts, layout, alignment, max_rows)
     plan, moved, _ = backend.plan_and_dispatch(request, None)
     rows, row_weights = tie(Dispatch, buffer, x, weights, plan, moved)

@@ -259,7 +259,12 @@ def all_reduce(buffer: Buffer, tensor: Tensor) -> Tensor:
 
 def is_watched() -> bool:
     """Whether something looks at single operations: torch.compile, or a dispatch mode around an eager call."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return torch.compiler.is_compiling() or has_dispatch_mode()
+
+
+def has_dispatch_mode() -> bool:
+    """`is_watched` for a call that is known to be eager."""
+    return _get_current_dispatch_mode() is not None
 
 
 def compiled_dispatch(

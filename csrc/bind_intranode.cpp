@@ -54,10 +54,11 @@ Call call_of(const Exchange& exchange, const std::string& header, int num_match,
   return exchange.call(words, num_match, question);
 }
 
-// One launch on the stream of the exchange: behind what `caller` has been given so far, and `caller` behind it where it
-// joins. Whether a CUDA graph captures it.
+// Launches on the device and the stream of the exchange: behind what `caller` has been given so far, and `caller`
+// behind them where it joins. Whether a CUDA graph captures them.
 template <typename Launch>
 bool launch_between(const Exchange& exchange, uintptr_t caller, bool joins, const Launch& launch) {
+  const OnDevice on_device(exchange.device());
   const bool is_captured = exchange.follow(stream_from(caller));
   launch(exchange.stream());
   if (joins) {
@@ -96,29 +97,39 @@ PlanInput plan_input(uintptr_t ids, int id_bytes, int64_t id_stride_token, int64
   return in;
 }
 
-bool plan_count(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, const PlanInput& input,
-                const std::string& header, int num_match, uint64_t question) {
-  const Call call = call_of(exchange, header, num_match, question);
-  return launch_between(exchange, caller, joins,
-                        [&](cudaStream_t stream) { launch_plan_count(call, input, num_sms, stream); });
+PlanOutput plan_output(bool only_if_enough, int64_t capacity, int64_t num_rows, uintptr_t row_idx,
+                       uintptr_t row_weights, uintptr_t recv_token, uintptr_t pair_row, uintptr_t row_pair,
+                       uintptr_t token_row, uintptr_t slot_rank, uintptr_t send_token) {
+  return {only_if_enough,
+          capacity,
+          num_rows,
+          pointer_from<void>(row_idx),
+          pointer_from<void>(row_weights),
+          pointer_from<int32_t>(recv_token),
+          pointer_from<int32_t>(pair_row),
+          pointer_from<int64_t>(row_pair),
+          pointer_from<int32_t>(token_row),
+          pointer_from<int64_t>(slot_rank),
+          pointer_from<int64_t>(send_token)};
+}
+
+// Both kernels of a plan; the first one alone where there is no output yet.
+bool plan(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, const PlanInput& input,
+          const PlanOutput* output, const std::string& header, int num_match, uint64_t question) {
+  const Call counts = call_of(exchange, header, num_match, question);
+  return launch_between(exchange, caller, joins, [&](cudaStream_t stream) {
+    launch_plan_count(counts, input, num_sms, stream);
+    if (output != nullptr) {
+      Call fills = counts;
+      fills.question = 0;
+      launch_plan_fill(fills, input, *output, num_sms, stream);
+    }
+  });
 }
 
 bool plan_fill(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, const PlanInput& input,
-               const std::string& header, int num_match, bool only_if_enough, int64_t capacity, int64_t num_rows,
-               uintptr_t row_idx, uintptr_t row_weights, uintptr_t recv_token, uintptr_t pair_row, uintptr_t row_pair,
-               uintptr_t token_row, uintptr_t slot_rank, uintptr_t send_token) {
-  const Call call = call_of(exchange, header, num_match, 0);
-  const PlanOutput output = {only_if_enough,
-                             capacity,
-                             num_rows,
-                             pointer_from<void>(row_idx),
-                             pointer_from<void>(row_weights),
-                             pointer_from<int32_t>(recv_token),
-                             pointer_from<int32_t>(pair_row),
-                             pointer_from<int64_t>(row_pair),
-                             pointer_from<int32_t>(token_row),
-                             pointer_from<int64_t>(slot_rank),
-                             pointer_from<int64_t>(send_token)};
+               const PlanOutput& output, const std::string& header) {
+  const Call call = call_of(exchange, header, 0, 0);
   return launch_between(exchange, caller, joins,
                         [&](cudaStream_t stream) { launch_plan_fill(call, input, output, num_sms, stream); });
 }
@@ -159,6 +170,12 @@ Route make_route(const std::string& header, int num_match, int64_t uid, int64_t 
   route.slot_rank = pointer_from<const int64_t>(slot_rank);
   route.geometry = pointer_from<const int32_t>(geometry);
   return route;
+}
+
+// Of a route that was made before the counts were known.
+void set_rows(Route& route, int64_t num_rows, int64_t num_compact_rows) {
+  route.num_rows = num_rows;
+  route.num_compact_rows = num_compact_rows;
 }
 
 // Where rows lie that peers read in place: number of the block, then offset and stride of each kind; empty for none.
@@ -305,16 +322,17 @@ void drain(const Exchange& exchange, const std::string& header) {
   launch_drain(call_of(exchange, header, 0, 0), exchange.stream());
 }
 
-// (verdict, epoch, compact rows, rows, bad slot, bad id, x needs grad, weights need grad) of the newest answer.
-py::tuple answer(Exchange& exchange) {
-  HostRecord& record = exchange.record();
-  return py::make_tuple(record.verdict, record.epoch, record.num_compact_rows, record.num_rows, record.bad_slot,
-                        record.bad_id, record.x_needs_grad, record.weights_need_grad);
+// Orders `caller` behind what the stream of the exchange has been given so far.
+void join(const Exchange& exchange, uintptr_t caller) {
+  const OnDevice on_device(exchange.device());
+  exchange.lead(stream_from(caller));
 }
 
-// (tokens of each rank, rows from each to each, pairs from each) of the newest plan.
-py::tuple counts(Exchange& exchange, int size) {
+// Of the newest answer: (verdict, epoch, bad slot, bad id). Of the newest plan: (compact rows, rows, x needs grad,
+// weights need grad, tokens of each rank, rows from each to each, pairs from each).
+py::tuple answer(Exchange& exchange) {
   HostRecord& record = exchange.record();
+  const int size = exchange.size();
   py::tuple tokens(size), rows(size * size), pairs(size);
   for (int i = 0; i < size; ++i) {
     tokens[i] = record.rank_tokens[i];
@@ -323,7 +341,19 @@ py::tuple counts(Exchange& exchange, int size) {
       rows[i * size + j] = record.rank_rows[i][j];
     }
   }
-  return py::make_tuple(tokens, rows, pairs);
+  return py::make_tuple(record.verdict, record.epoch, record.bad_slot, record.bad_id,
+                        py::make_tuple(record.num_compact_rows, record.num_rows, record.x_needs_grad != 0,
+                                       record.weights_need_grad != 0, tokens, rows, pairs));
+}
+
+// The answer to `question`, or None where `limit_secs` passed first.
+py::object wait_answer(Exchange& exchange, uint64_t question, double limit_secs) {
+  bool is_there = false;
+  {
+    const py::gil_scoped_release no_gil;
+    is_there = exchange.wait_answer(question, limit_secs);
+  }
+  return is_there ? py::object(answer(exchange)) : py::none();
 }
 
 // (rows of the local experts, the same rounded up to `alignment`) of the newest plan.
@@ -396,11 +426,17 @@ void bind_intranode(py::module_& module) {
            py::arg("max_rows"), py::arg("chunk_counts"), py::arg("geometry"), py::arg("expert_counts"),
            py::arg("expert_offsets"));
 
+  py::class_<PlanOutput>(module, "PlanOutput")
+      .def(py::init(&plan_output), py::kw_only(), py::arg("only_if_enough"), py::arg("capacity"), py::arg("num_rows"),
+           py::arg("row_idx"), py::arg("row_weights"), py::arg("recv_token"), py::arg("pair_row"), py::arg("row_pair"),
+           py::arg("token_row"), py::arg("slot_rank"), py::arg("send_token"));
+
   py::class_<Route>(module, "Route")
       .def(py::init(&make_route), py::kw_only(), py::arg("header"), py::arg("num_match"), py::arg("uid"),
            py::arg("num_tokens"), py::arg("num_rows"), py::arg("num_compact_rows"), py::arg("num_topk"),
            py::arg("num_local"), py::arg("expert_major"), py::arg("recv_token"), py::arg("pair_row"),
-           py::arg("token_row"), py::arg("slot_rank"), py::arg("geometry"));
+           py::arg("token_row"), py::arg("slot_rank"), py::arg("geometry"))
+      .def("set_rows", &set_rows);
 
   py::class_<Exchange>(module, "Exchange")
       .def(py::init<int, int, double>(), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("timeout_secs"))
@@ -422,15 +458,15 @@ void bind_intranode(py::module_& module) {
           "launch_on",
           [](Exchange& self, uintptr_t stream, bool bulk_copies) { self.launch_on(stream_from(stream), bulk_copies); },
           py::arg("stream"), py::arg("bulk_copies"))
-      .def("wait_answer", &Exchange::wait_answer, no_gil, py::arg("question"), py::arg("limit_secs"))
+      .def("wait_answer", &wait_answer)
       .def("answer", &answer)
-      .def("counts", &counts, py::arg("size"))
       .def("expert_counts", &expert_counts, py::arg("num_local"), py::arg("alignment"))
       .def("headers", &headers, py::arg("size"))
       .def("has_fault", &has_fault)
       .def("take_faults", &take_faults)
       // Launches take their arguments by position, which costs a call half as much; NativeExchange names them.
-      .def("plan_count", &plan_count, no_gil)
+      .def("join", &join)
+      .def("plan", &plan, no_gil)
       .def("plan_fill", &plan_fill, no_gil)
       .def("move", &move, no_gil)
       .def("combine", &combine, no_gil)

@@ -38,6 +38,7 @@ Exchange::Exchange(int rank, int size, double timeout_secs) {
   world_.rank = rank;
   world_.size = size;
   world_.timeout_ns = static_cast<uint64_t>(timeout_secs * 1e9);
+  check_cuda(cudaGetDevice(&device_), "intranode: the current device");
   const int64_t state_offset = whole_pages(sizeof(Control));
   void* memory = nullptr;
   check_cuda(cudaMalloc(&memory, state_offset + kPageBytes), "intranode: memory for the control block");
@@ -151,14 +152,19 @@ void Exchange::begin_generation(uint32_t generation) {
 }
 
 bool Exchange::follow(cudaStream_t caller) const {
-  check_cuda(cudaEventRecord(followed_, caller), "intranode: an event on the caller's stream");
-  check_cuda(cudaStreamWaitEvent(stream_, followed_, 0), "intranode: the wait for the caller's stream");
+  if (caller != stream_) {
+    check_cuda(cudaEventRecord(followed_, caller), "intranode: an event on the caller's stream");
+    check_cuda(cudaStreamWaitEvent(stream_, followed_, 0), "intranode: the wait for the caller's stream");
+  }
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream_, &status), "intranode: the state of the stream");
   return status != cudaStreamCaptureStatusNone;
 }
 
 void Exchange::lead(cudaStream_t caller) const {
+  if (caller == stream_) {
+    return;
+  }
   check_cuda(cudaEventRecord(led_, stream_), "intranode: an event on the stream of the exchange");
   check_cuda(cudaStreamWaitEvent(caller, led_, 0), "intranode: the caller's wait for the exchange");
 }
@@ -210,6 +216,20 @@ bool Exchange::take_fault(HostRecord::Fault* fault, int64_t (&values)[8]) {
   }
   std::memcpy(values, fault->values, sizeof(values));
   return true;
+}
+
+OnDevice::OnDevice(int device) {
+  check_cuda(cudaGetDevice(&before_), "intranode: the current device");
+  if (before_ != device) {
+    check_cuda(cudaSetDevice(device), "intranode: the device of the buffer");
+    is_changed_ = true;
+  }
+}
+
+OnDevice::~OnDevice() {
+  if (is_changed_) {
+    cudaSetDevice(before_);
+  }
 }
 
 std::string pci_bus_id() {

@@ -43,6 +43,7 @@ class Exchange {
   // Device addresses of the state and of the record, for waits outside the node that fail its calls.
   uintptr_t state_address() const { return reinterpret_cast<uintptr_t>(world_.state); }
   uintptr_t record_address() const { return reinterpret_cast<uintptr_t>(world_.record); }
+  int device() const { return device_; }
   bool uses_bulk_copies() const { return uses_bulk_copies_; }
 
   // The stream of all kernels, which the caller owns, and whether they take the path of sm_90 and later.
@@ -51,7 +52,8 @@ class Exchange {
     uses_bulk_copies_ = uses_bulk_copies;
   }
   cudaStream_t stream() const { return stream_; }
-  // Orders the own stream behind what `caller` has been given so far; whether a CUDA graph captures that.
+  // Orders the own stream behind what `caller` has been given so far; whether a CUDA graph captures that. A caller on
+  // the own stream is in order.
   bool follow(cudaStream_t caller) const;
   // Orders `caller` behind what the own stream has been given so far.
   void lead(cudaStream_t caller) const;
@@ -76,6 +78,7 @@ class Exchange {
   uint64_t answered() const;
 
   World world_;
+  int device_ = 0;
   int num_blocks_ = 0;
   bool is_opened_[kMaxBlocks][kMaxRanks] = {};
   bool is_adopted_[kMaxBlocks] = {};
@@ -90,6 +93,19 @@ class Exchange {
 int64_t whole_pages(int64_t num_bytes);
 std::string export_memory(void* pointer);
 void* open_memory(const std::string& exported);
+
+// Makes a device current as long as this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool is_changed_ = false;
+};
 
 // The current device, as other processes can name it, and whether its kernels can reach another one's memory.
 std::string pci_bus_id();

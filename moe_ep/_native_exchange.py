@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-# Tokens of each rank, rows from each to each, pairs from each.
-Counts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+# Of a plan: compact rows, rows, whether any rank needs the gradient of x, and of the weights; tokens of each rank, rows
+# from each to each, pairs from each.
+Counts = tuple[int, int, bool, bool, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+# (verdict, epoch, bad slot, bad id) of the newest answer, and the counts of the newest plan.
+Answer = tuple[int, int, int, int, Counts]
 # (x, stride, bytes of a row, out, poison, padding): `Rows` of csrc/intranode_move.h.
 NativeRows = tuple[int, int, int, int, int, int]
 
 
 class NativeRoute(Protocol):
-    """`moe_ep._C.Route`: what the calls along one handle share. Python only hands it on."""
+    """`moe_ep._C.Route`: what the calls along one handle share. Python hands it on."""
+
+    def set_rows(self, num_rows: int, num_compact_rows: int, /) -> None: ...
 
 
 class NativeExchange(Protocol):
     """`moe_ep._C.Exchange`: memory that ranks share, and the kernels on it. See csrc/exchange_host.h.
 
-    Launches do not wait for the device. They are ordered behind the stream `caller`, and it behind them if `joins`;
-    they return whether a CUDA graph captures them. `header` is 32 int64 as bytes, `num_match` of them the same on all
-    ranks. `need_bytes` are what this rank puts into its slot: where that is too little, the call says so to all ranks.
-    `places` say where rows lie that peers read in place (`NodeMemory.places_of`); empty for none.
+    Launches do not wait for the device, and run on that of the exchange whichever is current. They are ordered behind
+    the stream `caller`, and it behind them if `joins`; they return whether a CUDA graph captures them. `header` is 32
+    int64 as bytes, `num_match` of them the same on all ranks. `need_bytes` are what this rank puts into its slot: where
+    that is too little, the call says so to all ranks. `places` say where rows lie that peers read in place
+    (`NodeMemory.places_of`); empty for none.
     """
 
     slot_bytes: int
@@ -40,38 +46,30 @@ class NativeExchange(Protocol):
     def allocate_segment(self, slot_bytes: int) -> None: ...
     def begin_generation(self, generation: int) -> None: ...
     def launch_on(self, stream: int, bulk_copies: bool) -> None: ...
-    def wait_answer(self, question: int, limit_secs: float) -> bool: ...
-    def answer(self) -> tuple[int, int, int, int, int, int, int, int]: ...
-    def counts(self, size: int) -> Counts: ...
+    def wait_answer(self, question: int, limit_secs: float, /) -> Answer | None: ...
+    def answer(self) -> Answer: ...
     def expert_counts(self, num_local: int, alignment: int) -> tuple[list[int], list[int]]: ...
     def headers(self, size: int) -> bytes: ...
     def has_fault(self) -> bool: ...
     def take_faults(self) -> list[tuple[str, list[int]]]: ...
 
-    def plan_count(
-        self, caller: int, joins: bool, num_sms: int, plan: object, header: bytes, num_match: int, question: int, /
-    ) -> bool: ...
+    def join(self, caller: int, /) -> None: ...
 
-    def plan_fill(
+    def plan(
         self,
         caller: int,
         joins: bool,
         num_sms: int,
         plan: object,
+        output: object | None,
         header: bytes,
         num_match: int,
-        only_if_enough: bool,
-        capacity: int,
-        num_rows: int,
-        row_idx: int,
-        row_weights: int,
-        recv_token: int,
-        pair_row: int,
-        row_pair: int,
-        token_row: int,
-        slot_rank: int,
-        send_token: int,
+        question: int,
         /,
+    ) -> bool: ...
+
+    def plan_fill(
+        self, caller: int, joins: bool, num_sms: int, plan: object, output: object, header: bytes, /
     ) -> bool: ...
 
     def move(
@@ -166,6 +164,7 @@ class ExchangeKernels(Protocol):
 
     def Exchange(self, *, rank: int, size: int, timeout_secs: float) -> NativeExchange: ...  # noqa: N802 (a class)
     def PlanInput(self, **arguments: Any) -> object: ...  # noqa: N802 (a class)
+    def PlanOutput(self, **arguments: Any) -> object: ...  # noqa: N802 (a class)
     def Route(self, **arguments: Any) -> NativeRoute: ...  # noqa: N802 (a class)
     def pci_bus_id(self) -> str: ...
     def can_reach(self, peer_pci_bus_id: str) -> bool: ...

@@ -140,7 +140,7 @@ class Buffer(NormalMode, LowLatency):
         """
         if self._closed:
             raise RuntimeError("the buffer is closed; construct a new Buffer on every rank of the group.")
-        self._backend.num_sms = self.num_sms
+        self._backend.num_sms = self._default_num_sms if self._num_sms is None else self._num_sms
         return self._backend
 
     @property

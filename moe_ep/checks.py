@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ def check_int(value: object, name: str) -> None:
 
 def check_rows(rows: Tensor, name: str) -> None:
     """[R, H] in one of the row dtypes."""
-    check_tensor(rows, name)
+    if not isinstance(rows, Tensor):
+        check_tensor(rows, name)
     if rows.layout != torch.strided or rows.is_meta:
         raise TypeError(f"{name} is a {rows.layout} tensor on {rows.device}; give an ordinary dense tensor with data.")
     if rows.dtype not in ROW_DTYPES:
@@ -128,7 +129,7 @@ def dispatch_request(
     check_padding(alignment, placement)
     wants_grad = torch.is_grad_enabled()
     return DispatchRequest(
-        x=x.detach(),
+        x=x.detach() if x.requires_grad else x,
         topk_idx=topk_idx,
         topk_weights=None if topk_weights is None else as_weights(topk_weights.detach(), x.dtype, "topk_weights"),
         placement=placement,
@@ -185,12 +186,10 @@ def check_combine(handle: DispatchHandle, rows: Tensor, weights: Tensor | None, 
     check_rows(rows, "rows")
     if not isinstance(exact, bool):
         raise TypeError(f"exact is {exact!r}; give True or False.")
-    for name, tensor in (("rows", rows), ("topk_weights", weights)):
-        if isinstance(tensor, Tensor) and tensor.device != handle.send_token.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and the handle on {handle.send_token.device}; move it to the device of "
-                "its dispatch."
-            )
+    if rows.device != handle.send_token.device:
+        _refuse_device("rows", rows, handle)
+    if isinstance(weights, Tensor) and weights.device != handle.send_token.device:
+        _refuse_device("topk_weights", weights, handle)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows has shape {list(rows.shape)}, but the handle stands for {handle.num_rows} rows; combine takes as "
@@ -209,3 +208,15 @@ def check_combine(handle: DispatchHandle, rows: Tensor, weights: Tensor | None, 
             f"topk_weights has shape {list(weights.shape)}, but the handle stands for {handle.num_rows} rows; give "
             "one weight a row, as dispatch returned them."
         )
+
+
+def raise_faults(faults: list[str]) -> NoReturn:
+    """For those of `Backend.take_faults`."""
+    raise RuntimeError(" ".join(faults))
+
+
+def _refuse_device(name: str, tensor: Tensor, handle: DispatchHandle) -> NoReturn:
+    raise ValueError(
+        f"{name} is on {tensor.device} and the handle on {handle.send_token.device}; move it to the device of its "
+        "dispatch."
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -26,6 +25,7 @@ from moe_ep.checks import (
     check_rows,
     check_tensor,
     check_topk,
+    raise_faults,
 )
 from moe_ep.dispatch_config import Config, recommended_combine_config, recommended_dispatch_config
 from moe_ep.event import EventHandle, EventOverlap
@@ -36,53 +36,6 @@ from moe_ep.placement import ExpertPlacement
 
 RANKS_PER_NODE = 8  # what DeepEP V1 takes for a node
 Rows = Tensor | tuple[Tensor, Tensor]  # [T, H], or FP8 rows [T, H] with scales [T, n]
-
-
-class _Event:
-    """The three stream arguments that every call takes. As a context, it holds the backend to them."""
-
-    __slots__ = ("allocate_on_comm_stream", "async_finish", "backend", "previous")
-
-    def __init__(
-        self,
-        backend: Backend,
-        previous: EventOverlap | EventHandle | None,
-        async_finish: bool,
-        allocate_on_comm_stream: bool,
-    ) -> None:
-        self.backend, self.previous, self.async_finish = backend, previous, async_finish
-        self.allocate_on_comm_stream = allocate_on_comm_stream
-
-    def begin(self) -> None:
-        """Makes the current stream wait for the previous event.
-
-        Raises:
-            ValueError: allocate_on_comm_stream without a previous event and async_finish.
-        """
-        if self.allocate_on_comm_stream and (self.previous is None or not self.async_finish):
-            raise ValueError(
-                "allocate_on_comm_stream=True was given without previous_event and async_finish=True; give both, or "
-                "leave it out."
-            )
-        if isinstance(self.previous, EventOverlap) and self.previous.event is None:
-            return
-        if self.previous is not None:
-            self.previous.current_stream_wait()
-
-    def __enter__(self) -> None:
-        """Calls from here on leave the current stream alone where an event is asked for."""
-        self.backend.joins_stream = not self.async_finish
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.backend.joins_stream = True
-
-    def end(self) -> EventOverlap:
-        """What marks the end of the calls that were made."""
-        if not self.async_finish:
-            return EventOverlap(None)
-        return EventOverlap(EventHandle(self.backend.stream))
 
 
 class NormalMode(ABC):
@@ -104,9 +57,6 @@ class NormalMode(ABC):
 
     @abstractmethod
     def placement(self, num_experts: int) -> ExpertPlacement: ...
-
-    @abstractmethod
-    def check(self) -> None: ...
 
     # -- layout -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +85,7 @@ class NormalMode(ABC):
             TypeError, ValueError: a dtype or shape; on the CPU also an id outside [-1, E). On CUDA, where nobody waits,
                 such an id counts as -1, and the dispatch raises.
         """
-        _Event(self.backend, previous_event, async_finish, allocate_on_comm_stream).begin()
+        _wait_for(previous_event, async_finish, allocate_on_comm_stream)
         check_tensor(topk_idx, "topk_idx")
         check_topk(topk_idx, topk_idx, None)
         placement = self.placement(num_experts)
@@ -194,15 +144,16 @@ class NormalMode(ABC):
             TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.dispatch`, on every rank.
         """
         backend = self.backend
-        event = _Event(backend, previous_event, async_finish, allocate_on_comm_stream)
         if handle is None and not num_worst_tokens:
             backend.settle()
         try:
-            event.begin()
-            self.check()
+            if previous_event is not None or allocate_on_comm_stream:
+                _wait_for(previous_event, async_finish, allocate_on_comm_stream)
+            if faults := backend.take_faults():
+                raise_faults(faults)
             rows, scales = _split(x)
             if handle is not None:
-                self._check_cached(handle, rows, topk_idx, topk_weights)
+                self._check_cached(backend, handle, rows, topk_idx, topk_weights)
             else:
                 layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
                 request = self._request(rows, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
@@ -210,19 +161,25 @@ class NormalMode(ABC):
             backend.refuse("dispatch", error)
         if config is not None:
             backend.num_sms = max(1, config.num_sms)
-        with event:
+        backend.joins_stream = not async_finish
+        try:
             if handle is not None:
                 backend.open_dispatch(handle, rows)
-                return _move(backend, handle, rows, scales), None, None, None, None, event.end()
+                moved = (
+                    backend.dispatch(handle, rows) if scales is None else backend.dispatch_scaled(handle, rows, scales)
+                )
+                return moved, None, None, None, None, _end(backend, async_finish)
             plan, recv_rows, recv_scales = backend.plan_and_dispatch(request, scales)
             received = recv_rows if recv_scales is None else (recv_rows, recv_scales)
             if topk_idx is not None:
                 counts = plan.tokens_per_expert or []
-                return received, plan.row_idx, plan.row_weights, counts, plan.handle, event.end()
+                return received, plan.row_idx, plan.row_weights, counts, plan.handle, _end(backend, async_finish)
             assert num_tokens_per_expert is not None
             counts = backend.exchange_counts(num_tokens_per_expert, request.placement)
             counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
-            return received, None, None, counts, plan.handle, event.end()
+            return received, None, None, counts, plan.handle, _end(backend, async_finish)
+        finally:
+            backend.joins_stream = True
 
     def _request(
         self,
@@ -272,19 +229,25 @@ class NormalMode(ABC):
         )
 
     def _check_cached(
-        self, handle: DispatchHandle, rows: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None
+        self,
+        backend: Backend,
+        handle: DispatchHandle,
+        rows: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
     ) -> None:
-        self._check_compact(handle)
+        self._check_compact(backend, handle)
         if topk_idx is not None or topk_weights is not None:
             raise ValueError("dispatch was given a handle and topk_idx or topk_weights; a handle holds the routing.")
-        _check_device(rows, handle.send_token.device, "x")
+        if rows.device != handle.send_token.device:
+            _check_device(rows, handle.send_token.device, "x")
         if rows.shape[0] != handle.num_tokens:
             raise ValueError(
                 f"x has {rows.shape[0]} rows, but the handle was made for {handle.num_tokens} tokens; give as many."
             )
 
-    def _check_compact(self, handle: DispatchHandle) -> None:
-        check_handle(handle, self.backend.ranks, self.backend.rank, self.placement)
+    def _check_compact(self, backend: Backend, handle: DispatchHandle) -> None:
+        check_handle(handle, backend.ranks, backend.rank, self.placement)
         if handle.layout != "compact":
             raise ValueError(
                 f"the handle has layout {handle.layout!r}; Buffer.dispatch and Buffer.combine work on compact rows. "
@@ -323,24 +286,28 @@ class NormalMode(ABC):
             TypeError, ValueError, ConfigError, EPTimeoutError: as `moe_ep.combine`, on every rank.
         """
         backend = self.backend
-        event = _Event(backend, previous_event, async_finish, allocate_on_comm_stream)
         try:
-            event.begin()
-            self.check()
-            self._check_compact(handle)
-            x = x.detach() if isinstance(x, Tensor) else x
+            if previous_event is not None or allocate_on_comm_stream:
+                _wait_for(previous_event, async_finish, allocate_on_comm_stream)
+            if faults := backend.take_faults():
+                raise_faults(faults)
+            self._check_compact(backend, handle)
             check_combine(handle, x, None, exact=False)
-            biases = _biases(bias, x, handle)
+            biases = () if bias is None else _biases(bias, x, handle)
+            x = x.detach() if x.requires_grad else x
             weights = None if topk_weights is None else _row_weights(topk_weights, handle)
         except (TypeError, ValueError, RuntimeError) as error:
             backend.refuse("combine", error)
         if config is not None:
             backend.num_sms = max(1, config.num_sms)
-        with event:
+        backend.joins_stream = not async_finish
+        try:
             backend.open_combine(handle, x, weights, exact=False, needs_grad=False)
             combined = backend.combine(handle, x, None, exact=False, bias=biases)
             summed = None if weights is None else backend.sum_weights(handle, weights)
-            return combined, summed, event.end()
+            return combined, summed, _end(backend, async_finish)
+        finally:
+            backend.joins_stream = True
 
     # -- recommendations --------------------------------------------------------------------------------------------
 
@@ -360,10 +327,24 @@ class NormalMode(ABC):
         return EventOverlap(EventHandle())
 
 
-def _move(backend: Backend, handle: DispatchHandle, rows: Tensor, scales: Tensor | None) -> Rows:
-    if scales is None:
-        return backend.dispatch(handle, rows)
-    return backend.dispatch_scaled(handle, rows, scales)
+def _wait_for(previous: EventOverlap | EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+    """Makes the current stream wait for the previous event.
+
+    Raises:
+        ValueError: allocate_on_comm_stream without a previous event and async_finish.
+    """
+    if allocate_on_comm_stream and (previous is None or not async_finish):
+        raise ValueError(
+            "allocate_on_comm_stream=True was given without previous_event and async_finish=True; give both, or leave "
+            "it out."
+        )
+    if previous is not None and not (isinstance(previous, EventOverlap) and previous.event is None):
+        previous.current_stream_wait()
+
+
+def _end(backend: Backend, async_finish: bool) -> EventOverlap:
+    """What marks the end of the calls that were made; without `async_finish` the current stream waits for it."""
+    return EventOverlap(EventHandle(backend.stream) if async_finish else None)
 
 
 def _layout(topk_idx: Tensor, placement: ExpertPlacement) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,7 +364,7 @@ def _split(x: Rows) -> tuple[Tensor, Tensor | None]:
     """Rows and scales of what `Buffer.dispatch` takes as x, checked."""
     if not isinstance(x, tuple):
         check_rows(x, "x")
-        return x.detach(), None
+        return x.detach() if x.requires_grad else x, None
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)}; give (FP8 rows, scales).")
     rows, scales = x
@@ -422,9 +403,7 @@ def _one_expert_a_rank(in_rank_TW: Tensor, placement: ExpertPlacement, rows: Ten
     return torch.where(in_rank_TW, ids, -1)
 
 
-def _biases(bias: Tensor | tuple[Tensor, Tensor] | None, x: Tensor, handle: DispatchHandle) -> tuple[Tensor, ...]:
-    if bias is None:
-        return ()
+def _biases(bias: Tensor | tuple[Tensor, Tensor], x: Tensor, handle: DispatchHandle) -> tuple[Tensor, ...]:
     biases = bias if isinstance(bias, tuple) else (bias,)
     for tensor in biases:
         check_tensor(tensor, "bias")

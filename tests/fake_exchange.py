@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from moe_ep._native_exchange import Counts, NativeExchange
+from moe_ep._native_exchange import Answer, NativeExchange
 from moe_ep.backends import node_calls, node_memory
 from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.header import ERRORS
@@ -211,6 +211,13 @@ class KernelSizes:
         return 32 if even <= 32 else -(-even // 8) * 8
 
 
+class FakeRoute(SimpleNamespace):
+    """What a launch reads of it is what it holds then."""
+
+    def set_rows(self, num_rows: int, num_compact_rows: int) -> None:
+        self.num_rows, self.num_compact_rows = num_rows, num_compact_rows
+
+
 @dataclass
 class FakeKernels(KernelSizes):
     """`moe_ep._native_exchange.ExchangeKernels`, with the numbers of csrc/exchange.h."""
@@ -228,8 +235,11 @@ class FakeKernels(KernelSizes):
     def PlanInput(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
         return SimpleNamespace(**arguments)
 
-    def Route(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
+    def PlanOutput(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
         return SimpleNamespace(**arguments)
+
+    def Route(self, **arguments: Any) -> FakeRoute:  # noqa: N802 (a class)
+        return FakeRoute(**arguments)
 
     def pci_bus_id(self) -> str:
         return f"0000:0{self.rank}:00.0"
@@ -345,13 +355,13 @@ class FakeExchange:
     def launch_on(self, stream: int, bulk_copies: bool) -> None:
         self.stream, self.bulk_copies = stream, bulk_copies
 
-    def wait_answer(self, question: int, limit_secs: float) -> bool:
+    def wait_answer(self, question: int, limit_secs: float) -> Answer | None:
         headers = self.node.headers[self._asked]
         if question not in self._questions:
             raise RuntimeError("intranode: a kernel ended without an answer.")
         with self.node.change:
             if self.is_stuck or not self.node.change.wait_for(lambda: len(headers) == self.size, limit_secs):
-                return False
+                return None
         words = [struct.unpack("32q", headers[rank]) for rank in range(self.size)]
         statuses = [row[STATUS_WORD] for row in words]
         if any(0 < status < DOES_NOT_FIT for status in statuses):
@@ -362,17 +372,15 @@ class FakeExchange:
             self._verdict = GROW if DOES_NOT_FIT in statuses else GO
         if self._verdict != GO:
             self.faults.append(("refused", [self._verdict, self._asked[1], 0, 0, 0, 0, 0, 0]))
-        return True
+        return self.answer()
 
-    def answer(self) -> tuple[int, int, int, int, int, int, int, int]:
-        rows = [struct.unpack("32q", header) for header in self.node.headers[self._asked].values()]
-        wishes = [max((row[word] for row in rows), default=0) for word in (29, 30)]
-        return self._verdict, self._asked[1], *self.plan_rows, *self.bad, wishes[0], wishes[1]
-
-    def counts(self, size: int) -> Counts:
+    def answer(self) -> Answer:
+        headers = [struct.unpack("32q", header) for header in self.node.headers[self._asked].values()]
+        x_needs_grad, weights_need_grad = (any(words[word] for words in headers) for word in (29, 30))
         tokens, rows, pairs, _ = self.plan_counts
-        assert (len(tokens), len(rows), len(pairs)) == (size, size * size, size)
-        return tokens, rows, pairs
+        assert (len(tokens), len(rows), len(pairs)) == (self.size, self.size**2, self.size)
+        counts = (*self.plan_rows, x_needs_grad, weights_need_grad, tokens, rows, pairs)
+        return self._verdict, self._asked[1], *self.bad, counts
 
     def expert_counts(self, num_local: int, alignment: int) -> tuple[list[int], list[int]]:
         experts = self.plan_counts[3]
@@ -390,16 +398,25 @@ class FakeExchange:
         self.faults = [fault for fault in taken if fault[0] == "timeout"]
         return taken
 
-    def plan_count(self, *given: Any) -> bool:
-        named = _named("plan_count", given)
+    def join(self, caller: int) -> None:
+        self._wait(self.node.streams[caller], self.node.streams[self.stream])
+
+    def plan(self, *given: Any) -> bool:
+        """Both kernels between one pair of waits, kept by their names; the second with what its output says."""
+        named = _named("plan", given)
+        output = named.pop("output")
         if self.bad[0] >= 0 and named["question"]:
             words = list(struct.unpack("32q", named["header"]))
             words[STATUS_WORD] = words[STATUS_WORD] or ERRORS.index(ValueError)
             named["header"] = struct.pack("32q", *words)
-        return self._launch("plan_count", named)
+        is_captured = self._launch("plan_count", named)
+        if output is not None:
+            self.launches.append(Launch("plan_fill", self.launches[-1].arguments | vars(output) | {"question": 0}))
+        return is_captured
 
     def plan_fill(self, *given: Any) -> bool:
-        return self._keep("plan_fill", _named("plan_fill", given))
+        named = _named("plan_fill", given)
+        return self._keep("plan_fill", named | vars(named.pop("output")))
 
     def move(self, *given: Any) -> bool:
         return self._launch("move", self._along(_named("move", given)))
@@ -447,15 +464,19 @@ class FakeExchange:
     def _keep(self, name: str, named: dict[str, Any]) -> bool:
         """A kernel on the stream of the exchange, between what the caller's has been given and what it will be."""
         own, callers = self.node.streams[self.stream], self.node.streams[named["caller"]]
-        own.past.append(callers)
+        self._wait(own, callers)
         words = list(struct.unpack("32q", named["header"]))
         if words[STATUS_WORD] == 0 and words[NEED_WORD] > self.slot_bytes:
             words[STATUS_WORD] = DOES_NOT_FIT
         named = named | {"header": struct.pack("32q", *words), "stream": self.stream}
         self.launches.append(Launch(name, named))
         if named["joins"]:
-            callers.past.append(own)
+            self._wait(callers, own)
         return self.node.is_capturing
+
+    def _wait(self, stream: FakeStream, other: FakeStream) -> None:
+        if stream is not other:
+            stream.past.append(other)
 
     def _launch(self, name: str, named: dict[str, Any]) -> bool:
         """A kernel that opens a call: its header goes to everybody."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep._native_exchange import Answer
 from moe_ep.backends import internode_choice, internode_kernels, node_calls, node_memory
 from moe_ep.backends.device_faults import GO, GROW
 from moe_ep.backends.node_calls import NodeCalls
@@ -253,11 +254,11 @@ class PlayedExchange:
         self._verdict = GROW if self._header[NEED_WORD] > self.slot_bytes else GO
         return False
 
-    def wait_answer(self, question: int, limit_secs: float) -> bool:
-        return True
+    def wait_answer(self, question: int, limit_secs: float) -> Answer:
+        return self.answer()
 
-    def answer(self) -> tuple[int, ...]:
-        return (self._verdict, 0, 0, 0, -1, 0, 0, 0)
+    def answer(self) -> Answer:
+        return self._verdict, 0, -1, 0, (0, 0, False, False, (), (), ())
 
     def headers(self, size: int) -> bytes:
         return bytes(torch.tensor(self._header, dtype=torch.int64).repeat(size).view(torch.uint8).tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from moe_ep._native_exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.header import CALLS, ERRORS, OPERATIONS, disagreement
 from moe_ep.backends.node_header import GOES_ON_WORD, STATUS_WORD, Words, header_of, unpack
@@ -23,55 +24,58 @@ _PHASES = (
     "take the rows of a round that this rank sent",
 )
 _BETWEEN_NODES = 5  # from this phase on the peer is the rank of the own rail in a node, by the node's number
+_SLICE_SECS = 0.5  # of a wait, so that an interrupt is seen
 _TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
 
 
 class DeviceFaults:
-    """Reads the mapped record of one rank's exchange; see `HostRecord` in csrc/exchange.h."""
+    """Reads the mapped record of one rank's exchange; see `HostRecord` in csrc/exchange.h.
+
+    Attributes:
+        dead: after a time limit, why nothing is started any more.
+    """
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
         self._exchange = memory.exchange
-        self._dead: str | None = None
+        self.dead: str | None = None
         self._seen: list[tuple[str, list[int]]] = []  # of earlier calls, met while a later one was answered
         self._told: tuple[int, int] | None = None  # generation and epoch of the refusal that `take` told last
 
     @property
     def is_dead(self) -> bool:
-        """After a time limit nothing is started any more."""
-        return self._dead is not None
+        return self.dead is not None
 
     def raise_if_dead(self, operation: str) -> None:
-        if self._dead is not None:
-            raise EPTimeoutError(f"{operation} was not started: {self._dead}")
+        if self.dead is not None:
+            raise EPTimeoutError(f"{operation} was not started: {self.dead}")
 
     def stop(self, sentence: str) -> None:
         """Nothing is started any more until `forget`, because of what the sentence says."""
-        self._dead = sentence
+        self.dead = sentence
 
     def forget(self) -> None:
-        self._dead = self._told = None
+        self.dead = self._told = None
         self._seen.clear()
 
-    def await_answer(self, operation: str, question: int, limit_secs: float) -> int:
-        """The verdict of a call whose host waits; raises where a limit passed."""
-        slice_secs, waited_secs = 0.5, 0.0  # in slices, so that an interrupt is seen
-        while not self._exchange.wait_answer(question, slice_secs):
-            waited_secs += slice_secs
+    def await_answer(self, operation: str, question: int, limit_secs: float) -> Answer:
+        """What the device answers to a call whose host waits; raises where a limit passed."""
+        waited_secs = 0.0
+        while (answer := self._exchange.wait_answer(question, _SLICE_SECS)) is None:
+            waited_secs += _SLICE_SECS
             if waited_secs > limit_secs:
                 self._die(
                     f"{operation} on rank {self._own} has not begun on the device after {limit_secs:g} s: other work "
                     "holds it. Look for a kernel on this GPU that waits for something."
                 )
-        verdict = self._exchange.answer()[0]
-        if verdict == FAILED:
+        if answer[0] == FAILED:
             self._raise_timeout(operation)
-        return verdict
+        return answer
 
     def was_told(self, operation: str, question: int, limit_secs: float) -> bool:
         """Whether a call, whose answer it waits for, was refused and `take` has said so already."""
-        refused = self.await_answer(operation, question, limit_secs) != GO
-        return refused and self._told == (self._memory.generation, self._exchange.answer()[1])
+        verdict, epoch, _, _, _ = self.await_answer(operation, question, limit_secs)
+        return verdict != GO and self._told == (self._memory.generation, epoch)
 
     def verdict(
         self,
@@ -80,18 +84,18 @@ class DeviceFaults:
         limit_secs: float,
         request: DispatchRequest | None,
         join_rows: Callable[[Exception], None],
-    ) -> int:
-        """GO or GROW; raises what any other verdict means.
+    ) -> Answer:
+        """An answer whose verdict is GO or GROW; raises what any other means.
 
         `join_rows` is called with the error first where some rank did not wait, and has begun to move the rows.
         """
-        verdict = self.await_answer(operation, question, limit_secs)
+        answer = self.await_answer(operation, question, limit_secs)
+        verdict, epoch, bad_slot, bad_id, _ = answer
         if verdict == GO:
-            return verdict
+            return answer
         headers = self._headers()
         if verdict == GROW and not _some_go_on(headers):
-            return verdict
-        _, epoch, _, _, bad_slot, bad_id, _, _ = self._exchange.answer()
+            return answer
         self._take_quietly()
         own = None if request is None else self._own_refusal(headers, request, bad_slot, bad_id)
         if own is not None:

@@ -24,13 +24,13 @@ from moe_ep.backends.node_route import Route, route_of
 from moe_ep.backends.node_rows import Load, aligned, kind_of, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
-from moe_ep.handle import LAYOUTS, DispatchHandle
+from moe_ep.handle import LAYOUTS, DispatchHandle, Layout
 from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement
 
 _NUMBER_OF = {operation: number for number, operation in enumerate(OPERATIONS)}
-_COMBINE = _NUMBER_OF["combine"]
+_COMBINE, _CACHED_DISPATCH = _NUMBER_OF["combine"], _NUMBER_OF["cached dispatch"]
 
 
 class IntranodeBackend(NodeCalls):
@@ -53,75 +53,83 @@ class IntranodeBackend(NodeCalls):
 
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         tensors = self._tensors_of(request)
-        route = self._lay_out(request, tensors)
-        return tensors.plan(tensors.handle(route, joins=request.grad_enabled), self._exchange)
+        try:
+            self._lay_out(request, tensors)
+        finally:
+            self._join((tensors,))
+        return tensors.plan(tensors.handle(joins=request.grad_enabled), self._exchange)
 
     def plan_and_dispatch(
         self, request: DispatchRequest, scales: Tensor | None
     ) -> tuple[DispatchPlan, Tensor, Tensor | None]:
-        # Between the host's wait for the counts and the rows' launch the device idles. So what can be made before that
-        # wait is, and what is for the caller alone comes behind that launch.
+        # Between the host's wait for the counts and the rows' launch the device may idle. So what can be made before
+        # that wait is, and what is for the caller alone comes behind that launch, which joins the streams for all.
         tensors = self._tensors_of(request)
-        load = self._load(request.x, scales)
-        route = self._lay_out(request, tensors)
-        rows, row_scales, _ = self._move_along(route, "cached dispatch", load)
-        return tensors.plan(tensors.handle(route, joins=request.grad_enabled), self._exchange), rows, row_scales
+        load = Load(request.x, scales, self._memory)
+        try:
+            self._lay_out(request, tensors)
+            rows, row_scales = self._move_along(tensors.route, load, tensors)
+        except BaseException:
+            self._join((tensors,))
+            raise
+        return tensors.plan(tensors.handle(joins=request.grad_enabled), self._exchange), rows, row_scales
 
     def _tensors_of(self, request: DispatchRequest) -> PlanTensors:
-        self._check_device("dispatch", request.x)
+        if request.x.device != self._device:
+            self._refuse_device("dispatch", request.x)
         self._check_experts(request.placement)
         if request.max_rows is None:
             self._must_not_capture("dispatch")
         return PlanTensors(self._kernels, request, self.ranks, self.rank)
 
-    def _lay_out(self, request: DispatchRequest, tensors: PlanTensors) -> Route:
-        """Starts both kernels of a plan. The uid of its handle is the same on all ranks."""
+    def _lay_out(self, request: DispatchRequest, tensors: PlanTensors) -> None:
+        """Starts both kernels of a plan, and makes its route; the caller has to `_join`."""
         header = _plan_header(request, tensors.published_bytes)
         if request.max_rows is None:
-            self._fill_with_counts(request, tensors, header)
+            self._lay_out_counted(request, tensors, header)
         else:
             tensors.allocate()
-            self._num_calls += 1
-            self._count(tensors, header, 0)
-            self._fill(tensors, header)
-        return tensors.route(self._memory.fingerprint + self._num_calls)
+            self._start_plan(tensors, header, 0)
 
-    def _fill_with_counts(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> None:
+    def _lay_out_counted(self, request: DispatchRequest, tensors: PlanTensors, header: bytes) -> None:
         """Both kernels of a plan, and the host's wait for the first.
 
-        The second is started before that wait, with as much room as is likely to be enough, and again where it was not.
+        The second has as much room as is likely to be enough, and is started again where it was not.
         """
         self.settle()
-        has_begun = tensors.expect()
+        tensors.expect()
         while True:
-            self._num_calls += 1
             question = next(self._questions)
-            self._count(tensors, header, question)
-            if has_begun:
-                self._fill(tensors, header)
-            if self._ask("dispatch", question, request) == GO:
+            uid = self._start_plan(tensors, header, question)
+            verdict, _, _, _, counts = self._ask("dispatch", question, request)
+            if verdict == GO:
                 break
             self._grow()
-        if tensors.settle(tensors.read(self._exchange)) and has_begun:
+        if tensors.settle(counts):
             return
         try:
             tensors.allocate()
-            self._fill(tensors, header)
+            launch = self._exchange.plan_fill
+            self._launch("dispatch", None, launch, self.num_sms, tensors.native, tensors.output, header)
         except Exception:  # the peers wait for the end of a call that they hold for made
             self._launch("dispatch", (), self._exchange.done_only, header)
             raise
+        tensors.make_route(uid)
 
-    def _count(self, tensors: PlanTensors, header: bytes, question: int) -> None:
-        launch = self._exchange.plan_count
-        self._launch("dispatch", (tensors,), launch, self.num_sms, tensors.native, header, NUM_MATCH_WORDS, question)
-
-    def _fill(self, tensors: PlanTensors, header: bytes) -> None:
-        launch, outputs = self._exchange.plan_fill, tensors.fill_arguments()
-        self._launch("dispatch", (tensors,), launch, self.num_sms, tensors.native, header, NUM_MATCH_WORDS, *outputs)
+    def _start_plan(self, tensors: PlanTensors, header: bytes, question: int) -> int:
+        """The uid of the handle, the same on all ranks."""
+        self._num_calls += 1
+        uid = self._memory.fingerprint + self._num_calls
+        plan, native, output = self._exchange.plan, tensors.native, tensors.output
+        if output is not None:
+            tensors.make_route(uid)
+        self._launch("dispatch", None, plan, self.num_sms, native, output, header, NUM_MATCH_WORDS, question)
+        return uid
 
     def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
         """No exchange: the header travels with the rows."""
-        self._check_device("dispatch", x)
+        if x.device != self._device:
+            self._refuse_device("dispatch", x)
 
     def exchange_counts(self, num_tokens_per_expert: Tensor, placement: ExpertPlacement) -> list[int]:
         counts = self.all_reduce(num_tokens_per_expert.to(self._device, torch.int64, copy=True))  # it sums in place
@@ -133,54 +141,33 @@ class IntranodeBackend(NodeCalls):
         return wanted
 
     def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
-        return self._move_along(route_of(handle, self._kernels), "cached dispatch", self._load(x))[0]
+        return self._move_along(route_of(handle, self._kernels), Load(x, None, self._memory))[0]
 
     def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        route = route_of(handle, self._kernels)
-        rows, received_scales, _ = self._move_along(route, "cached dispatch", self._load(x, scales))
+        received, received_scales = self._move_along(route_of(handle, self._kernels), Load(x, scales, self._memory))
         assert received_scales is not None
-        return rows, received_scales
+        return received, received_scales
 
-    def _load(self, x: Tensor, scales: Tensor | None = None) -> Load:
-        kinds = (aligned(x),) if scales is None else (aligned(x), aligned(scales))
-        widths = (x.shape[1],) if scales is None else (x.shape[1], scales.shape[1])
-        return Load(kinds, widths, self._memory.places_of(kinds))
-
-    def _move_along(
-        self,
-        route: Route,
-        operation: str,
-        load: Load,
-        made_rows: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rows along a plan, with their scales; or times `weights`, with the weights' gradient for `made_rows`."""
-        outs = load.outs(route.num_rows)
-        row_bytes, kind = load.row_bytes, load.kind
-        self._make_room(route, row_bytes, route.staging.most * row_bytes)
-        grad_weights = None
-        if made_rows is not None and weights is not None:
-            grad_weights = torch.empty_like(weights)
+    def _move_along(self, route: Route, load: Load, plan: PlanTensors | None = None) -> tuple[Tensor, Tensor | None]:
+        """Rows and their scales along a plan; one that has just been started is joined with them."""
+        rows, scales = load.outs(route.num_rows)
+        self._make_room(route, route.staging.most, load.row_bytes)
         self._num_calls += 1
         self._launch(
-            operation,
-            (load, outs, made_rows, weights, grad_weights, route),
+            "cached dispatch",
+            (load, rows, scales, route, plan),
             self._exchange.move,
             self.num_sms,
             route.native,
-            _NUMBER_OF[operation],
-            load.widths[0],
-            kind.number,
-            load.num_tokens * row_bytes,
-            () if weights is not None else load.places,
-            load.native(outs),
-            kind.name,
-            address(weights),
-            address(made_rows),
-            address(grad_weights),
+            _CACHED_DISPATCH,
+            *load.said,
+            load.native(rows, scales),
+            load.kind.name,
+            0,
+            0,
+            0,
         )
-        rows, row_scales = load.as_given(outs)
-        return rows, row_scales, grad_weights
+        return load.as_given(rows, scales)
 
     def dispatch_backward(
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
@@ -198,7 +185,8 @@ class IntranodeBackend(NodeCalls):
         self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool, needs_grad: bool
     ) -> bool:
         """Nobody waits for the others' wishes here: all ranks join the backward where gradients are enabled."""
-        self._check_device("combine", rows)
+        if rows.device != self._device:
+            self._refuse_device("combine", rows)
         return torch.is_grad_enabled()
 
     def combine(
@@ -220,27 +208,26 @@ class IntranodeBackend(NodeCalls):
         exact: bool,
         bias: Sequence[Tensor],
     ) -> Tensor:
-        route = route_of(handle, self._kernels)
-        given = rows.shape[1]
+        route, given, kind = route_of(handle, self._kernels), rows.shape[1], kind_of(rows.dtype)
         rows = aligned(rows).contiguous()
-        bias = tuple(aligned(tensor).contiguous() for tensor in bias)
-        weights_number = -1 if weights is None else dtype_number(weights.dtype)
-        weights = _as_factors(weights, rows.dtype)
-        row_bytes = _row_bytes(rows)
-        staging = route.staging
-        most_bytes, own_bytes, offsets = staging.most * row_bytes, staging.for_peers * row_bytes, (0, 0)
+        biases = [aligned(tensor).contiguous() for tensor in bias] if bias else []
+        weights_number = -1
+        if weights is not None:
+            weights_number = kind_of(weights.dtype).number
+            weights = _as_factors(weights, rows.dtype)
+        row_bytes = rows.shape[1] * rows.element_size()
+        staging, offsets = route.staging, (0, 0)
         if exact:
             own_bytes, offsets = _exact_parts(route, row_bytes)
-        if exact and staging.most_compact:  # no rank has more pairs than slots in the tokens it receives
-            most_rows = staging.most_compact * route.num_topk + handle.num_experts * handle.alignment
-            most_bytes = max(most_bytes, most_rows * (row_bytes + 12) + 1024)
-        self._make_room(route, row_bytes, most_bytes)
+            self._make_exact_room(route, row_bytes, handle.num_experts * handle.alignment)
+        else:
+            own_bytes = staging.for_peers * row_bytes
+            self._make_room(route, staging.most, row_bytes)
         y = rows.new_empty(route.num_tokens, rows.shape[1])
-        kind = kind_of(rows.dtype)
         self._num_calls += 1
         self._launch(
             operation,
-            (rows, weights, y, bias, route),
+            (rows, weights, y, biases, route),
             self._exchange.combine,
             self.num_sms,
             route.native,
@@ -254,9 +241,9 @@ class IntranodeBackend(NodeCalls):
             y.data_ptr(),
             kind.poison,
             kind.name,
-            address(bias[0] if bias else None),
-            address(bias[1] if len(bias) > 1 else None),
-            address(weights),
+            biases[0].data_ptr() if biases else 0,
+            biases[1].data_ptr() if len(biases) > 1 else 0,
+            0 if weights is None else weights.data_ptr(),
             weights is not None,
             weights_number,
             exact,
@@ -274,7 +261,7 @@ class IntranodeBackend(NodeCalls):
         num_compact = numbers.shape[0] if route.is_compact else route.num_compact
         row_bytes = route.num_topk * numbers.element_size()
         most_rows = max(route.staging.most, route.staging.most_compact)  # the own rows lie there too
-        self._make_room(route, row_bytes, most_rows * row_bytes)
+        self._make_room(route, most_rows, row_bytes)
         out = numbers.new_empty(route.num_tokens, route.num_topk)
         kind = kind_of(numbers.dtype)
         self._num_calls += 1
@@ -298,11 +285,31 @@ class IntranodeBackend(NodeCalls):
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = None if rows is None else aligned(rows).contiguous()
-        factors = _as_factors(weights, grad_y.dtype)
-        route = route_of(handle, self._kernels)
-        grad_rows, _, grad_weights = self._move_along(route, "combine backward", self._load(grad_y), rows, factors)
-        return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
+        route, factors = route_of(handle, self._kernels), _as_factors(weights, grad_y.dtype)
+        load = Load(grad_y, None, self._memory if factors is None else None)  # their products are what travels
+        made_rows = grad_weights = None
+        if rows is not None and factors is not None:
+            made_rows, grad_weights = aligned(rows).contiguous(), torch.empty_like(factors)
+        grad_rows, _ = load.outs(route.num_rows)
+        self._make_room(route, route.staging.most, load.row_bytes)
+        self._num_calls += 1
+        self._launch(
+            "combine backward",
+            (load, grad_rows, made_rows, factors, grad_weights, route),
+            self._exchange.move,
+            self.num_sms,
+            route.native,
+            _NUMBER_OF["combine backward"],
+            *load.said,
+            load.native(grad_rows, None),
+            load.kind.name,
+            address(factors),
+            address(made_rows),
+            address(grad_weights),
+        )
+        if grad_weights is not None and weights is not None:
+            grad_weights = grad_weights.to(weights.dtype)
+        return load.as_given(grad_rows, None)[0], grad_weights
 
     # -- the group --------------------------------------------------------------------------------------------------
 
@@ -371,13 +378,12 @@ class IntranodeBackend(NodeCalls):
             "the intranode backend does not go on without a rank of its node; where all live, call reset() on each."
         )
 
-    def _check_device(self, operation: str, rows: Tensor) -> None:
-        if rows.device != self._device:
-            error = ValueError(
-                f"the rows are on {rows.device}, but this buffer's kernels run on {self._device}; move them there, or "
-                "use backend='torch'."
-            )
-            self.refuse(operation, error)
+    def _refuse_device(self, operation: str, rows: Tensor) -> NoReturn:
+        error = ValueError(
+            f"the rows are on {rows.device}, but this buffer's kernels run on {self._device}; move them there, or use "
+            "backend='torch'."
+        )
+        self.refuse(operation, error)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with torch.cuda.device(self._device):
@@ -393,34 +399,75 @@ class IntranodeBackend(NodeCalls):
             )
             self.refuse("dispatch", error)
 
-    def _make_room(self, route: Route, row_bytes: int, most_bytes: int) -> None:
+    def _make_room(self, route: Route, most_rows: int, row_bytes: int) -> None:
         """Grows the segments where the rank with the most rows needs more: all ranks work out the same need."""
-        if most_bytes > self._exchange.slot_bytes:
-            self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=route.uid), most_bytes)
+        if most_rows * row_bytes > self._exchange.slot_bytes:
+            self._grow_for(route, row_bytes, most_rows * row_bytes)
+
+    def _make_exact_room(self, route: Route, row_bytes: int, most_padding: int) -> None:
+        staging = route.staging
+        most_bytes = staging.most * row_bytes
+        if staging.most_compact:  # no rank has more pairs than slots in the tokens it receives
+            most_rows = staging.most_compact * route.num_topk + most_padding
+            most_bytes = max(most_bytes, most_rows * (row_bytes + 12) + 1024)
+        self._grow_for(route, row_bytes, most_bytes)
+
+    def _grow_for(self, route: Route, row_bytes: int, most_bytes: int) -> None:
+        self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=route.uid), most_bytes)
 
 
 def _plan_header(request: DispatchRequest, published_bytes: int) -> bytes:
-    weights = request.topk_weights
+    weights, placement = request.topk_weights, request.placement
+    return _packed_plan_header(
+        request.x.shape[1],
+        *request.topk_idx.shape,
+        placement.num_experts,
+        request.x.dtype,
+        None if weights is None else weights.dtype,
+        request.layout,
+        request.alignment,
+        placement.fingerprint,
+        request.grad_enabled,
+        request.x_needs_grad,
+        request.weights_need_grad,
+        published_bytes,
+        request.max_rows is not None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_plan_header(
+    hidden: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None,
+    layout: Layout,
+    alignment: int,
+    placement: int,
+    grad_enabled: bool,
+    x_needs_grad: bool,
+    weights_need_grad: bool,
+    published_bytes: int,
+    goes_on: bool,
+) -> bytes:
     header = Header(
         operation=_NUMBER_OF["dispatch"],
-        hidden=request.x.shape[1],
-        num_topk=request.topk_idx.shape[1],
-        num_experts=request.placement.num_experts,
-        dtype=DTYPES.index(request.x.dtype),
-        weights_dtype=-1 if weights is None else DTYPES.index(weights.dtype),
-        layout=LAYOUTS.index(request.layout),
-        alignment=request.alignment,
-        placement=request.placement.fingerprint,
-        grad_enabled=request.grad_enabled,
-        x_needs_grad=request.x_needs_grad,
-        weights_need_grad=request.weights_need_grad,
-        num_tokens=request.topk_idx.shape[0],
+        hidden=hidden,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        dtype=DTYPES.index(dtype),
+        weights_dtype=-1 if weights_dtype is None else DTYPES.index(weights_dtype),
+        layout=LAYOUTS.index(layout),
+        alignment=alignment,
+        placement=placement,
+        grad_enabled=grad_enabled,
+        x_needs_grad=x_needs_grad,
+        weights_need_grad=weights_need_grad,
+        num_tokens=num_tokens,
     )
-    return pack(header, OK, published_bytes, goes_on=request.max_rows is not None)
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1] * rows.element_size()
+    return pack(header, OK, published_bytes, goes_on=goes_on)
 
 
 def _exact_parts(route: Route, row_bytes: int) -> tuple[int, tuple[int, int]]:

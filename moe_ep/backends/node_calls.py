@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep._native import require
+from moe_ep._native_exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.device_faults import GROW, DeviceFaults
 from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header, status_of
@@ -114,7 +115,7 @@ class NodeCalls:
             )
         self.settle()
         question = self._send_header(header, OK, need_bytes)
-        if self._ask(OPERATIONS[header.operation], question, None) == GROW:
+        if self._ask(OPERATIONS[header.operation], question, None)[0] == GROW:
             self._grow()
 
     def _grow(self) -> None:
@@ -144,8 +145,8 @@ class NodeCalls:
         self._launch(operation, (), self._exchange.header_only, packed, NUM_MATCH_WORDS, question)
         return question
 
-    def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> int:
-        """Waits for the verdict of a call; GO or GROW, everything else raises."""
+    def _ask(self, operation: str, question: int, request: DispatchRequest | None) -> Answer:
+        """Waits for what became of a call, with the verdict GO or GROW; everything else raises."""
         return self._faults.verdict(operation, question, self._host_limit_secs, request, self._join_rows)
 
     def _question_for_later(self) -> int:
@@ -178,26 +179,31 @@ class NodeCalls:
     def _launch(
         self,
         operation: str,
-        tensors: tuple[object, ...],
+        tensors: tuple[object, ...] | None,
         kernel: Callable[Concatenate[int, bool, _P], bool],
         *arguments: _P.args,
         **named: _P.kwargs,
     ) -> None:
         """Starts a kernel behind the caller's stream, and orders that one behind it unless told not to.
 
-        `tensors` are what the kernel reads and writes.
+        `tensors` are what the kernel reads and writes; None where `_join` or another launch follows that does both.
         """
-        if self._closed or self._faults.is_dead:
+        if self._closed or self._faults.dead is not None:
             self._refuse_to_launch(operation)
+        joins = self.joins_stream and tensors is not None
         caller = torch._C._cuda_getCurrentRawStream(self._device_idx)
-        if torch.cuda.current_device() == self._device_idx:
-            is_captured = kernel(caller, self.joins_stream, *arguments, **named)
-        else:
-            with torch.cuda.device(self._device_idx):
-                is_captured = kernel(caller, self.joins_stream, *arguments, **named)
-        self._is_in_graph |= is_captured
-        if not self.joins_stream:
+        is_captured = kernel(caller, joins, *arguments, **named)
+        if is_captured:
+            self._is_in_graph = True
+        if tensors is not None and not joins:
             self._keep(tensors, is_captured)
+
+    def _join(self, tensors: tuple[object, ...]) -> None:
+        """What a launch without tensors has left to do."""
+        if self.joins_stream:
+            self._exchange.join(torch._C._cuda_getCurrentRawStream(self._device_idx))
+        else:
+            self._keep(tensors, torch.cuda.is_current_stream_capturing())
 
     def _refuse_to_launch(self, operation: str) -> None:
         if self._closed:

@@ -232,6 +232,8 @@ class NodeMemory:
 
         Empty where one of them lies in none.
         """
+        if not self._blocks:
+            return ()
         numbers, places = 0, []
         for kind, rows in enumerate(kinds):
             for number, (begin, num_bytes) in enumerate(self._blocks, start=1):

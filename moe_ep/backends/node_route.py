@@ -35,10 +35,15 @@ class Staging(NamedTuple):
 
 def staging_of(rank_tokens: tuple[int, ...], rank_rows: tuple[int, ...], rank: int) -> Staging:
     """From T of every rank, and the compact rows from rank i to rank j at [i * W + j]."""
-    world = len(rank_tokens)
-    compact = [sum(rank_rows[peer::world]) for peer in range(world)]
-    for_peers = [compact[peer] - rank_rows[peer * world + peer] for peer in range(world)]
-    return Staging(for_peers[rank], max(*for_peers, *rank_tokens), max(compact))
+    world, own, most, most_compact = len(rank_tokens), 0, 0, 0
+    for peer, num_tokens in enumerate(rank_tokens):
+        compact = sum(rank_rows[peer::world])
+        for_peers = compact - rank_rows[peer * world + peer]
+        if peer == rank:
+            own = for_peers
+        most = max(most, for_peers, num_tokens)
+        most_compact = max(most_compact, compact)
+    return Staging(own, most, most_compact)
 
 
 class RouteTensors(NamedTuple):
@@ -97,6 +102,11 @@ class Route:
             slot_rank=slot_rank.data_ptr(),
             geometry=geometry.data_ptr(),
         )
+
+    def set_counts(self, num_rows: int, num_compact: int, staging: Staging) -> None:
+        """Of a route that was made before they were known, with tensors that hold as many rows or more."""
+        self.num_rows, self.num_compact, self.staging = num_rows, num_compact, staging
+        self.native.set_rows(num_rows, num_compact)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ep._native_exchange import NativeRows
 from moe_ep.backends.header import dtype_number
+from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.kernel_arguments import dtype_name
 
@@ -70,39 +72,48 @@ class Load:
     """What a dispatch sends, known before it is known where to.
 
     Args:
-        kinds: rows [T, n], and their scales where they have some, `aligned`.
-        widths: how wide each was given.
-        places: where they lie for peers to read (`NodeMemory.places_of`).
+        x, scales: rows [T, n], and their scales [T, m] where they have some; any strides.
+        memory: where peers may find them and read them in place; None where something else is sent.
 
     Attributes:
-        num_tokens: T.
         row_bytes: of a row with its scales.
         kind: of the rows.
+        said: what `NativeExchange.move` tells the peers: H, dtype, bytes that the rows take, places.
     """
 
-    def __init__(self, kinds: tuple[Tensor, ...], widths: tuple[int, ...], places: tuple[int, ...]) -> None:
-        self._kinds, self.widths, self.places = kinds, widths, places
-        self.num_tokens, self.kind = kinds[0].shape[0], kind_of(kinds[0].dtype)
-        self._native, self.row_bytes = [], 0
-        for number, rows in enumerate(kinds):
-            size, kind = rows.element_size(), kind_of(rows.dtype)
-            num_bytes = rows.shape[1] * size
-            self.row_bytes += num_bytes
-            padding = kind.unit if number else 0
-            self._native.append((rows.data_ptr(), rows.stride(0) * size, num_bytes, kind.poison, padding))
+    def __init__(self, x: Tensor, scales: Tensor | None, memory: NodeMemory | None) -> None:
+        self._width, rows, kind = x.shape[1], aligned(x), kind_of(x.dtype)
+        self._rows, self.kind = rows, kind
+        self._scales: Tensor | None = None
+        self._bytes = row_bytes = rows.shape[1] * rows.element_size()
+        kinds: tuple[Tensor, ...] = (rows,)
+        if scales is not None:
+            self._scale_width, self._scales = scales.shape[1], aligned(scales)
+            kinds = (rows, self._scales)
+            row_bytes += self._scales.shape[1] * scales.element_size()
+        places = () if memory is None else memory.places_of(kinds)
+        self.row_bytes = row_bytes
+        self.said = (self._width, kind.number, rows.shape[0] * row_bytes, places)
 
-    def outs(self, num_rows: int) -> list[Tensor]:
-        """[R, n] of each kind, for what comes."""
-        return [rows.new_empty(num_rows, rows.shape[1]) for rows in self._kinds]
+    def outs(self, num_rows: int) -> tuple[Tensor, Tensor | None]:
+        """[R, n] and [R, m] for what comes."""
+        rows = self._rows.new_empty(num_rows, self._rows.shape[1])
+        return rows, None if self._scales is None else self._scales.new_empty(num_rows, self._scales.shape[1])
 
-    def native(self, outs: list[Tensor]) -> list[tuple[int, int, int, int, int, int]]:
-        """`Rows` of csrc/intranode_move.h. Padding is 0, in scales 1."""
-        return [
-            (x, stride, num_bytes, out.data_ptr(), poison, padding)
-            for (x, stride, num_bytes, poison, padding), out in zip(self._native, outs, strict=True)
-        ]
+    def native(self, rows: Tensor, scales: Tensor | None) -> list[NativeRows]:
+        """With those outs. Padding is 0, in scales 1."""
+        x, kind = self._rows, self.kind
+        native = [(x.data_ptr(), x.stride(0) * x.element_size(), self._bytes, rows.data_ptr(), kind.poison, 0)]
+        if self._scales is not None and scales is not None:
+            given, kind, size = self._scales, kind_of(scales.dtype), scales.element_size()
+            lies = (given.data_ptr(), given.stride(0) * size, given.shape[1] * size)
+            native.append((*lies, scales.data_ptr(), kind.poison, kind.unit))
+        return native
 
-    def as_given(self, outs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def as_given(self, rows: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Rows and scales that came, as wide as they were given."""
-        whole = [out if out.shape[1] == width else out[:, :width] for out, width in zip(outs, self.widths, strict=True)]
-        return whole[0], whole[1] if len(whole) > 1 else None
+        if rows.shape[1] != self._width:
+            rows = rows[:, : self._width]
+        if scales is not None and scales.shape[1] != self._scale_width:
+            scales = scales[:, : self._scale_width]
+        return rows, scales

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import ExchangeKernels, NativeExchange
+from moe_ep._native_exchange import Counts, ExchangeKernels, NativeExchange
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.node_route import NAME, Route, RouteTensors, shared_header, staging_of
 from moe_ep.handle import DispatchHandle
-
-
-class Known(NamedTuple):
-    """Counts that the host has waited for."""
-
-    num_compact_rows: int
-    num_rows: int
-    x_needs_grad: bool
-    weights_need_grad: bool
-    rank_tokens: tuple[int, ...]
-    rank_rows: tuple[int, ...]
-    recv_pairs: tuple[int, ...]
+from moe_ep.kernel_arguments import address
 
 
 class RowTensors(NamedTuple):
@@ -39,10 +29,18 @@ class RowTensors(NamedTuple):
 class PlanTensors:
     """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all.
 
-    Behind the host's wait for the counts every allocation keeps the device waiting. What no count decides is there
-    from the start. Of what they do decide, `expect` makes as much as even routing and a quarter more need, before the
-    device counts; it is cut to size when the rows are on their way. Where more comes, `allocate` has to make it.
+    Behind the host's wait for the counts every step keeps the device waiting. What no count decides is there from the
+    start. Of what they do decide, `expect` makes as much as even routing and a quarter more need, before the device
+    counts, and `make_route` what the rows' kernel takes; both are cut to size, the tensors when the rows are on their
+    way. Where more comes, `allocate` has to make it.
+
+    Attributes:
+        native, output: for csrc; no output before `expect` or `allocate` found the memory for it.
+        route: all that the rows need to travel, from `make_route` on.
+        published_bytes: what a plan puts into the slot of its rank.
     """
+
+    route: Route
 
     def __init__(self, kernels: ExchangeKernels, request: DispatchRequest, ranks: tuple[int, ...], rank: int) -> None:
         self._kernels, self._request, self._ranks, self._rank = kernels, request, ranks, rank
@@ -59,7 +57,8 @@ class PlanTensors:
         self._expert_offsets = ids.new_empty(self._num_local + 1, dtype=int32)
         self._slot_rank = ids.new_empty(num_tokens, num_topk, dtype=torch.int64)
         self._token_row = ids.new_empty(num_tokens, world, dtype=int32)
-        self._known: Known | None = None
+        self._known: Counts | None = None
+        self.output: object | None = None
         self._shared_header = shared_header(
             num_topk, placement.num_experts, request.layout, request.alignment, placement.fingerprint
         )
@@ -89,14 +88,8 @@ class PlanTensors:
             expert_offsets=self._expert_offsets.data_ptr(),
         )
 
-    def read(self, exchange: NativeExchange) -> Known:
-        """What the next kernel has to know of the plan that was answered last."""
-        _, _, num_compact, num_rows, _, _, x_needs_grad, weights_need_grad = exchange.answer()
-        counts = exchange.counts(len(self._ranks))
-        return Known(num_compact, num_rows, bool(x_needs_grad), bool(weights_need_grad), *counts)
-
-    def expect(self) -> bool:
-        """Outputs for as many rows as are likely to come; whether there is memory for them.
+    def expect(self) -> None:
+        """Outputs for as many rows as are likely to come, where there is memory for them.
 
         That there is none is no error yet: fewer may come, and the others wait for this rank.
         """
@@ -106,16 +99,16 @@ class PlanTensors:
         if not self._is_compact:
             num_rows = int(1.25 * num_tokens * num_topk) + self._num_local * (self._request.alignment - 1)
         self._num_compact, self._num_rows = num_compact, num_rows
-        try:  # a token goes to each rank once at most
-            self._rows = self._row_tensors(num_tokens * min(world, num_topk), num_compact, num_rows)
-        except torch.OutOfMemoryError:
-            return False
-        return True
+        with suppress(torch.OutOfMemoryError):
+            self._make_rows(num_tokens * min(world, num_topk))  # a token goes to each rank once at most
 
-    def settle(self, known: Known) -> bool:
-        """Takes the counts; whether what `expect` made holds that many rows."""
-        is_enough = known.num_compact_rows <= self._num_compact and known.num_rows <= self._num_rows
-        self._known, self._num_compact, self._num_rows = known, known.num_compact_rows, known.num_rows
+    def settle(self, counts: Counts) -> bool:
+        """Takes the counts; whether what `expect` and `make_route` made holds that many rows."""
+        num_compact, num_rows, _, _, rank_tokens, rank_rows, _ = counts
+        is_enough = self.output is not None and num_compact <= self._num_compact and num_rows <= self._num_rows
+        self._known, self._num_compact, self._num_rows = counts, num_compact, num_rows
+        if is_enough:
+            self.route.set_counts(num_rows, num_compact, staging_of(rank_tokens, rank_rows, self._rank))
         return is_enough
 
     def _row_tensors(self, num_sent: int, num_compact: int, num_rows: int) -> RowTensors:
@@ -135,7 +128,24 @@ class PlanTensors:
         """Outputs as the counts say; without them for `max_rows` rows, handed out and compact."""
         if self._known is None:
             self._num_compact = self._num_rows = self._request.max_rows or 0
-        self._rows = self._row_tensors(sum(self._sent), self._num_compact, self._num_rows)
+        self._make_rows(sum(self._sent))
+
+    def _make_rows(self, num_sent: int) -> None:
+        rows = self._rows = self._row_tensors(num_sent, self._num_compact, self._num_rows)
+        waits = self._request.max_rows is None
+        self.output = self._kernels.PlanOutput(
+            only_if_enough=waits and self._known is None,
+            capacity=self._num_compact,
+            num_rows=self._num_rows,
+            row_idx=rows.row_idx.data_ptr(),
+            row_weights=address(rows.row_weights),
+            recv_token=rows.recv_token.data_ptr(),
+            pair_row=rows.pair_row.data_ptr(),
+            row_pair=rows.row_pair.data_ptr(),
+            token_row=self._token_row.data_ptr(),
+            slot_rank=self._slot_rank.data_ptr(),
+            send_token=rows.send_token.data_ptr() if waits else 0,
+        )
 
     def _cut_to_size(self) -> None:
         """In place, so that the addresses stay and no tensor is a view."""
@@ -155,29 +165,11 @@ class PlanTensors:
         if self._known is None:
             return ()
         world = len(self._ranks)
-        return self._known.rank_rows[self._rank * world : (self._rank + 1) * world]
+        return self._known[5][self._rank * world : (self._rank + 1) * world]
 
-    def fill_arguments(self) -> tuple[bool, int, int, int, int, int, int, int, int, int, int]:
-        """The last arguments of plan_fill."""
-        rows, waits = self._rows, self._request.max_rows is None
-        return (
-            waits and self._known is None,
-            self._num_compact,
-            self._num_rows,
-            rows.row_idx.data_ptr(),
-            0 if rows.row_weights is None else rows.row_weights.data_ptr(),
-            rows.recv_token.data_ptr(),
-            rows.pair_row.data_ptr(),
-            rows.row_pair.data_ptr(),
-            self._token_row.data_ptr(),
-            self._slot_rank.data_ptr(),
-            rows.send_token.data_ptr() if waits else 0,
-        )
-
-    def route(self, uid: int) -> Route:
-        """All that the rows need to travel."""
+    def make_route(self, uid: int) -> None:
         known, rows = self._known, self._rows
-        return Route(
+        self.route = Route(
             self._kernels,
             self._shared_header,
             uid,
@@ -187,18 +179,23 @@ class PlanTensors:
             self._num_rows,
             self._num_compact,
             self._is_compact,
-            None if known is None else staging_of(known.rank_tokens, known.rank_rows, self._rank),
+            None if known is None else staging_of(known[4], known[5], self._rank),
         )
 
-    def handle(self, route: Route, joins: bool) -> DispatchHandle:
-        """The routing; `joins`: all ranks join the backward, because nobody knows what the others want."""
+    def handle(self, joins: bool) -> DispatchHandle:
+        """The routing; `joins`: all ranks join the backward where nobody knows what the others want."""
         self._cut_to_size()
-        request, known, world = self._request, self._known, len(self._ranks)
-        unknown = (-1,) * world
+        request, world = self._request, len(self._ranks)
+        x_needs_grad, weights_need_grad = joins, joins and request.topk_weights is not None
+        sent = received = recv_pairs = rank_tokens = (-1,) * world
+        rank_rows = (-1,) * (world * world)
+        if self._known is not None:
+            _, _, x_needs_grad, weights_need_grad, rank_tokens, rank_rows, recv_pairs = self._known
+            sent, received = self._sent, rank_rows[self._rank :: world]
         handle = DispatchHandle(
             ranks=self._ranks,
             rank=self._rank,
-            uid=route.uid,
+            uid=self.route.uid,
             placement=request.placement.fingerprint,
             layout=request.layout,
             num_tokens=request.topk_idx.shape[0],
@@ -206,16 +203,14 @@ class PlanTensors:
             num_experts=request.placement.num_experts,
             num_rows=self._num_rows,
             alignment=request.alignment,
-            x_needs_grad=joins if known is None else known.x_needs_grad,
-            weights_need_grad=(joins and request.topk_weights is not None)
-            if known is None
-            else known.weights_need_grad,
+            x_needs_grad=x_needs_grad,
+            weights_need_grad=weights_need_grad,
             overflowed=False,
-            send_counts=unknown if known is None else self._sent,
-            recv_counts=unknown if known is None else known.rank_rows[self._rank :: world],
-            recv_pairs=unknown if known is None else known.recv_pairs,
-            rank_tokens=unknown if known is None else known.rank_tokens,
-            rank_rows=(-1,) * (world * world) if known is None else known.rank_rows,
+            send_counts=sent,
+            recv_counts=received,
+            recv_pairs=recv_pairs,
+            rank_tokens=rank_tokens,
+            rank_rows=rank_rows,
             num_channels=request.num_channels,
             slot_rank=self._slot_rank,
             send_token=self._rows.send_token,
@@ -225,11 +220,11 @@ class PlanTensors:
             token_row=self._token_row,
             pair_row=self._rows.pair_row,
         )
-        handle.prepared[NAME] = route
+        handle.prepared[NAME] = self.route
         return handle
 
     def plan(self, handle: DispatchHandle, exchange: NativeExchange) -> DispatchPlan:
-        """What the caller gets. No other plan has been begun on `exchange` since `read`."""
+        """What the caller gets. No other plan has been begun on `exchange` since `settle`."""
         real = padded = None
         if self._known is not None:
             real, padded = exchange.expert_counts(self._num_local, self._request.alignment)

@@ -76,11 +76,10 @@ class TwoHopCalls:
 
         The gradient is made where `made_rows` [R, H] is given.
         """
-        kinds = (aligned(x),) if scales is None else (aligned(x), aligned(scales))
-        load = Load(kinds, (x.shape[1],) if scales is None else (x.shape[1], scales.shape[1]), ())
+        load = Load(x, scales, None)
         outs = load.outs(routes.own.num_rows)
         grad_weights = None if made_rows is None or weights is None else torch.empty_like(weights)
-        rows, row_bytes = load.native(outs), load.row_bytes
+        rows, row_bytes = load.native(*outs), load.row_bytes
         most_bytes = self._node.needs(routes.own, row_bytes)
         if routes.calls and (weights is not None or self._rail is None or not self._rail.block_number):
             most_bytes = max(most_bytes, *(self._node.needs(call, row_bytes) for call in routes.calls))
@@ -100,7 +99,7 @@ class TwoHopCalls:
                 self._answer(routes, rounds, number)
                 self._send_rows(routes, rounds, number + NUM_SLOTS, leaving, routes.token)
         self._end((load, outs, *extra, routes), joins)
-        return *load.as_given(outs), grad_weights
+        return *load.as_given(*outs), grad_weights
 
     def _send_rows(
         self,

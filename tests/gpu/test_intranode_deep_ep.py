@@ -116,7 +116,7 @@ class _Recorder:
             return value
 
         def launch(*args: Any, **arguments: Any) -> Any:
-            if name in ("plan_count", "plan_fill", "move", "combine", "numbers_home", "all_reduce"):
+            if name in ("plan", "plan_fill", "move", "combine", "numbers_home", "all_reduce"):
                 self.num_sms.append(args[2])  # behind the caller's stream and whether it joins
             return value(*args, **arguments)
 

@@ -294,3 +294,22 @@ def test_one_connection_to_the_gpu_is_enough(monkeypatch: pytest.MonkeyPatch) ->
         pool.run(_with_one_connection, 2, (), 110)
     finally:
         pool.close()
+
+
+def _from_another_device(group: dist.ProcessGroup) -> None:
+    with open_buffer(group, "intranode") as buffer:
+        x, idx, weights = make(buffer.rank, 0)
+
+        def round_trip() -> Tensor:
+            out = moe_ep.dispatch(buffer, x, idx, weights, num_experts=NUM_EXPERTS)
+            return moe_ep.combine(buffer, out.x, out.handle, out.topk_weights)
+
+        expected = round_trip()
+        with torch.cuda.device((x.device.index + 1) % torch.cuda.device_count()):
+            y = round_trip()
+        assert_same_bits(y, expected, "while another device is current")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_calls_run_on_the_buffers_device_whichever_is_current(ranks: Pools) -> None:
+    ranks.run(_from_another_device, 1)

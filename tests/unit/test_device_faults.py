@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from moe_ep._native_exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.device_faults import DISAGREE, FAILED, GO, GROW, REFUSE, DeviceFaults
 from moe_ep.backends.header import ERRORS, OPERATIONS, Header
@@ -40,12 +41,12 @@ class Record:
         self.num_slices = 0  # of waiting, before there is an answer
         self.joined: list[Exception] = []  # errors with which the rows behind a plan were refused
 
-    def wait_answer(self, question: int, limit_secs: float) -> bool:
+    def wait_answer(self, question: int, limit_secs: float) -> Answer | None:
         self.num_slices -= 1
-        return self.num_slices < 0
+        return self.answer() if self.num_slices < 0 else None
 
-    def answer(self) -> tuple[int, ...]:
-        return (self.verdict, EPOCH, 0, 0, *self.bad, 0, 0)
+    def answer(self) -> Answer:
+        return self.verdict, EPOCH, *self.bad, (0, 0, False, False, (), (), ())
 
     def headers(self, size: int) -> bytes:
         assert size == len(self.ranks)
@@ -185,7 +186,7 @@ def test_an_answer_within_the_limit_is_taken() -> None:
     record = Record()
     record.num_slices = 3
     record.verdict = GROW
-    assert faults_of(record).verdict("dispatch", 1, 2.0, None, record.join_rows) == GROW
+    assert faults_of(record).verdict("dispatch", 1, 2.0, None, record.join_rows)[0] == GROW
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -393,7 +394,7 @@ def test_a_rank_that_refuses_by_itself_refuses_the_rows_that_others_have_begun_t
 def test_where_all_ranks_wait_nobody_joins_anything() -> None:
     record = Record()
     record.verdict = GROW
-    assert faults_of(record).verdict("dispatch", 1, PLENTY_SECS, None, record.join_rows) == GROW
+    assert faults_of(record).verdict("dispatch", 1, PLENTY_SECS, None, record.join_rows)[0] == GROW
     record.verdict = REFUSE
     record.sent[2] = words(header("dispatch"), 2)
     assert asked(record, "dispatch")[0] is TypeError

@@ -141,7 +141,8 @@ def test_the_kernels_read_ids_and_weights_with_the_strides_they_have(node: FakeN
 
 def tensors_handle(tensors: PlanTensors, request: Any) -> DispatchHandle:
     tensors.allocate()
-    return tensors.handle(tensors.route(5), joins=True)
+    tensors.make_route(5)
+    return tensors.handle(joins=True)
 
 
 def test_the_header_of_a_plan_says_what_the_call_is(node: FakeNode) -> None:

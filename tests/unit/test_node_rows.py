@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ep.backends.header import dtype_number
 from moe_ep.backends.node_rows import POISON, Load, aligned, round_up
 from moe_ep.fp8 import UNIT_SCALE
 from moe_ep.kernel_arguments import address, dtype_name
@@ -89,15 +90,11 @@ def test_rows_that_are_ready_are_not_copied(dtype: torch.dtype) -> None:
 
 
 def test_addresses_and_strides_are_those_of_the_rows_in_bytes() -> None:
-    rows, out = torch.zeros(8, 64, dtype=torch.bfloat16)[::2, 8:40], torch.empty(3, 32, dtype=torch.bfloat16)
-    assert Load((rows,), (32,), ()).native([out])[0] == (
-        rows.data_ptr(),
-        256,
-        64,
-        out.data_ptr(),
-        POISON[torch.bfloat16],
-        0,
-    )
+    rows = torch.zeros(8, 64, dtype=torch.bfloat16)[::2, 8:40]
+    load = Load(rows, None, None)
+    out, _ = load.outs(3)
+    assert load.native(out, None) == [(rows.data_ptr(), 256, 64, out.data_ptr(), POISON[torch.bfloat16], 0)]
+    assert (load.said, load.row_bytes) == ((32, dtype_number(torch.bfloat16), 4 * 64, ()), 64)
 
 
 def repeated(pattern: int, dtype: torch.dtype) -> Tensor:
@@ -117,8 +114,7 @@ def test_rows_that_are_given_up_are_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=dtype_name)
 def test_scales_of_padding_rows_are_one_and_those_of_rows_given_up_are_no_scale(dtype: torch.dtype) -> None:
     scales = torch.ones(2, 4, dtype=dtype)
-    load = Load((scales, scales), (4, 4), ())
-    (*_, padding_of_rows), (*_, poison, padding) = load.native([scales, scales])
+    (*_, padding_of_rows), (*_, poison, padding) = Load(scales, scales, None).native(scales, scales)
     assert (repeated(padding, dtype) == UNIT_SCALE[dtype]).all()
     assert padding_of_rows == 0
     bad = repeated(poison, dtype)
@@ -128,7 +124,7 @@ def test_scales_of_padding_rows_are_one_and_those_of_rows_given_up_are_no_scale(
 def test_patterns_fit_the_unsigned_words_of_the_kernels() -> None:
     for dtype in (*POISON, torch.int32, torch.int64):
         rows = torch.zeros(1, 16, dtype=dtype)
-        for *_, poison, padding in Load((rows, rows), (16, 16), ()).native([rows, rows]):
+        for *_, poison, padding in Load(rows, rows, None).native(rows, rows):
             assert 0 <= poison < 2**64
             assert 0 <= padding < 2**64
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from moe_ep.backends import node_calls
 from moe_ep.backends.intranode import IntranodeBackend
+from moe_ep.backends.node_rows import Load
 from moe_ep.placement import ExpertPlacement
 from tests.fake_exchange import FakeEvent, FakeNode, FakeStream
-from tests.unit.node_helpers import NUM_ROWS, NUM_TOKENS, PATIENCE_SECS, fake_of, make_handle, on_cpu, one_rank
+from tests.unit.node_helpers import (
+    NUM_ROWS,
+    NUM_TOKENS,
+    PATIENCE_SECS,
+    fake_of,
+    make_handle,
+    make_request,
+    names,
+    on_cpu,
+    one_rank,
+)
 
 
 @pytest.fixture
@@ -38,6 +48,16 @@ def test_a_call_waits_for_the_callers_stream_which_waits_for_the_call(alone: Int
     alone.joins_stream = False
     alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
     assert (own.past, current.past) == ([current, current], [own]), "the caller waits for the buffer's stream itself"
+
+
+def test_a_call_from_the_buffers_own_stream_waits_for_nothing(
+    alone: IntranodeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, own = streams_of(alone)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device_idx: own.cuda_stream)
+    alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
+    assert names(alone) == ["move"]
+    assert own.past == []
 
 
 def test_counts_are_read_behind_their_sum_also_where_the_call_is_asynchronous(alone: IntranodeBackend) -> None:
@@ -90,20 +110,39 @@ def test_what_a_call_in_a_graph_reads_lives_as_long_as_the_buffer(alone: Intrano
     assert kept() is None
 
 
-@pytest.mark.parametrize("current", [0, 1])
-def test_a_call_runs_on_the_buffers_device_whichever_is_current(
-    alone: IntranodeBackend, monkeypatch: pytest.MonkeyPatch, current: int
+def first_dispatch(backend: IntranodeBackend) -> None:
+    exchange = fake_of(backend)
+    exchange.plan_rows, exchange.plan_counts = (4, 4), ((4,), (4,), (8,), [8, 0])
+    backend.plan_and_dispatch(make_request(4), None)
+
+
+def test_plan_and_rows_of_a_first_dispatch_are_joined_once(alone: IntranodeBackend) -> None:
+    """Between them the caller's stream has nothing to wait for, and so the rows do not wait for its wait."""
+    current, own = streams_of(alone)
+    first_dispatch(alone)
+    assert names(alone) == ["plan_count", "plan_fill", "move"]
+    assert (own.past, current.past) == ([current, current], [own])
+    alone.plan(make_request(4))
+    assert (own.past[2:], current.past[1:]) == ([current], [own])
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_first_dispatch_that_fails_on_its_way_leaves_no_plan_unjoined(
+    alone: IntranodeBackend, monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
-    entered: list[int] = []
+    """The memory that its kernels write would be somebody else's before they have ended."""
 
-    def device(idx: int) -> nullcontext[None]:
-        entered.append(idx)
-        return nullcontext()
+    def no_memory(*_: object) -> NoReturn:
+        raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    alone.dispatch(one_rank(make_handle()), torch.ones(NUM_TOKENS, 8))
-    assert entered == [0] * current, "it is changed only where it has to be"
+    monkeypatch.setattr(Load, "outs", no_memory)
+    alone.joins_stream = joins
+    current, own = streams_of(alone)
+    with pytest.raises(torch.OutOfMemoryError):
+        first_dispatch(alone)
+    assert names(alone) == ["plan_count", "plan_fill"]
+    assert current.past == ([own] if joins else [])
+    assert len(alone._kept) == (0 if joins else 1)
 
 
 def test_a_call_inside_a_capture_is_remembered_by_the_buffer(alone: IntranodeBackend) -> None:
