@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ep.config import FP8Config
 from moe_ep.errors import ConfigError
-from moe_ep.fp8_matrix import Fp8Matrix
+from moe_ep.fp8_matrix import Fp8Matrices
 from moe_ep.integrations import transformer_engine
 
 
@@ -24,12 +24,12 @@ class GroupedGemm(Protocol):
 
     name: str
 
-    def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def __call__(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         """outs[i] = b[i] @ a[i].T, for all i.
 
         Args:
             a: [M, K] each.
-            b: [N, K] each; nothing is empty.
+            b: [N, K] each. N and K may be 0; the product over nothing is zero.
             outs: [N, M] each, contiguous, in bfloat16, float16 or float32; written whole.
         """
 
@@ -39,7 +39,7 @@ class PlainGemm:
 
     name = "plain"
 
-    def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def __call__(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         for a_MK, b_NK, out_NM in zip(a, b, outs, strict=True):
             # Outside of autocast, which would round the operands again.
             with torch.autocast(out_NM.device.type, enabled=False):
@@ -51,7 +51,7 @@ class TransformerEngineGemm:
 
     name = "te"
 
-    def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def __call__(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         transformer_engine.require().grouped_gemm(a, b, outs)
 
 
