@@ -29,7 +29,7 @@ from moe_ep.autograd.once import once_differentiable
 from moe_ep.config import MoEConfig
 from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, check_sizes
 from moe_ep.fp8_rows import Fp8Rows
-from moe_ep.layers.activations import Activation, activate
+from moe_ep.layers.activations import Activation, activate, activation_grad
 from moe_ep.layers.fp8_gemm import GroupedGemm, make_gemm
 from moe_ep.layers.fp8_recipe import Fp8Recipe, Pair, make_recipe
 from moe_ep.layers.fp8_weights import CastWeights, Fingerprint, identity_of
@@ -132,7 +132,7 @@ class _Mlp(torch.autograd.Function):
         projected = rows.data.new_empty(ranges.num_rows, first_LPH.shape[1], dtype=dtype)
         engine.gemm(weights.first, recipe.arrived(rows, ranges), ranges.split(projected))
         out = rows.data.new_empty(ranges.num_rows, down_LHF.shape[1], dtype=dtype)
-        inner = recipe.activations(projected, engine.activation, ranges)
+        inner = recipe.activations(projected, engine.activation, ranges, rows=True).rows
         engine.gemm(weights.down, inner, ranges.split(out))
         ctx.engine, ctx.weights, ctx.ranges, ctx.face_dtype = engine, weights, ranges, face_RH.dtype
         ctx.likes = [(weight.shape, weight.dtype) for weight in (first_LPH, down_LHF)]
@@ -150,21 +150,20 @@ class _Mlp(torch.autograd.Function):
         grad_out_RH = grad_out_RH.to(projected.dtype)
         in_fp8 = engine.wgrad == "fp8"
 
-        with torch.enable_grad():
-            leaf = projected.detach().requires_grad_()
-            inner_RF = activate(leaf, engine.activation)
         grads = recipe.cast("grad_out", grad_out_RH, ranges, rows=True, columns=wants_down and in_fp8)
-        grad_inner = torch.empty_like(inner_RF)
+        grad_inner = projected.new_empty(ranges.num_rows, ctx.likes[1][0][2])
         engine.gemm(weights.down_transposed, grads.rows, ranges.split(grad_inner))
         grad_down = None
         if wants_down and in_fp8:
-            inner = recipe.cast("inner", inner_RF.detach(), ranges, rows=False, columns=True).columns
+            inner = recipe.activations(projected, engine.activation, ranges, columns=True).columns
             grad_down = torch.empty(ctx.likes[1][0], dtype=ctx.likes[1][1], device=ranges.device)
             engine.gemm(inner, grads.columns, grad_down.unbind())
         elif wants_down:
-            grad_down = weight_grad(grad_out_RH, inner_RF.detach(), ctx.likes[1][0], ranges.offsets)
-        (grad_projected,) = torch.autograd.grad(inner_RF, leaf, grad_inner)
-        del inner_RF, grad_inner
+            inner_RF = activate(projected, engine.activation)
+            grad_down = weight_grad(grad_out_RH, inner_RF, ctx.likes[1][0], ranges.offsets)
+            del inner_RF
+        grad_projected = activation_grad(projected, grad_inner, engine.activation)
+        del grad_inner
 
         grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=wants_first and in_fp8)
         grad_rows = None

@@ -51,8 +51,10 @@ class Fp8Recipe(Protocol):
     def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         """The same for the weights' gradient: [K, rows] of each expert."""
 
-    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> Fp8Matrices:
-        """activate(projected): [rows, F] of each expert."""
+    def activations(
+        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+    ) -> Fp8Cast:
+        """activate(projected): [rows, F] of each expert, the transpose, or both."""
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
@@ -86,10 +88,12 @@ class Blockwise:
         packed = fp8_blocks.pack_scales(rows.scales, ranges)
         return fp8_blocks.transpose_rows(rows.data, packed, ranges, self._power_of_two)
 
-    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> Fp8Matrices:
+    def activations(
+        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+    ) -> Fp8Cast:
         if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges):
-            return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two).rows
-        return self.cast("inner", activate(projected, activation), ranges, rows=True, columns=False).rows
+            return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two, rows=rows, columns=columns)
+        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)
@@ -122,8 +126,10 @@ class PerTensor:
     def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         return _transposed(self.arrived(rows, ranges))
 
-    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> Fp8Matrices:
-        return self.cast("inner", activate(projected, activation), ranges, rows=True, columns=False).rows
+    def activations(
+        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+    ) -> Fp8Cast:
+        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         dtype = torch.float8_e5m2 if name.startswith("grad") else torch.float8_e4m3fn

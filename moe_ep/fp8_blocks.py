@@ -55,10 +55,12 @@ def cast_rows(
     )
 
 
-def cast_swiglu(projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool) -> Fp8Cast:
-    """The rows of silu(gate) * up in FP8, without writing them in between. Only where `kernel_serves`."""
+def cast_swiglu(
+    projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool = True, columns: bool = False
+) -> Fp8Cast:
+    """silu(gate) * up in FP8, without writing it in between. Only where `kernel_serves`. The rest as `cast_rows`."""
     width = projected_R2F.shape[1] // 2
-    return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows=True, columns=False)
+    return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows, columns)
 
 
 def pack_scales(scales_RB: Tensor, ranges: RowRanges) -> Tensor:
