@@ -1,137 +1,20 @@
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "check.h"
 #include "fp8_math.cuh"
+#include "fp8_sources.cuh"
 #include "fp8_tiles.h"
 
 namespace moe_ep {
 namespace {
 
-constexpr int kTile = 128;
 constexpr int kThreads = 256;
-constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kRowsPerWarp = kTile / kWarps;
-constexpr int kPerLane = kTile / kWarpSize;  // neighbouring elements of a row
-constexpr int kRun = 16;                     // rows of a transposed store: 16 bytes
-constexpr int kStep = 16;                    // what widths and numbers of rows are multiples of
-
-__device__ float widened(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ float widened(float value) { return value; }
-
-template <typename Elem>
-__device__ Elem narrowed(float value) {
-  if constexpr (sizeof(Elem) == 4) {
-    return value;
-  } else {
-    return __float2bfloat16_rn(value);
-  }
-}
-
-template <typename Elem>
-struct alignas(sizeof(Elem) * kPerLane) Quad {
-  Elem elems[kPerLane];
-};
-
-// An infinity becomes NaN, whose code it has, and which a maximum leaves out; every number stays, its sign included.
-__device__ Quad<float> without_infinities(const Quad<float>& values) {
-  Quad<float> result;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    result.elems[i] = __fmaf_rn(values.elems[i], 0.0f, values.elems[i]);
-  }
-  return result;
-}
-
-__device__ Quad<__nv_bfloat16> without_infinities(const Quad<__nv_bfloat16>& values) {
-  static_assert(kPerLane == 4);
-  const __nv_bfloat162 zero = __float2bfloat162_rn(0.0f);
-  Quad<__nv_bfloat16> result;
-#pragma unroll
-  for (int i = 0; i < kPerLane; i += 2) {
-    const __nv_bfloat162 pair = __halves2bfloat162(values.elems[i], values.elems[i + 1]);
-    const __nv_bfloat162 finite = __hfma2(pair, zero, pair);
-    result.elems[i] = __low2bfloat16(finite);
-    result.elems[i + 1] = __high2bfloat16(finite);
-  }
-  return result;
-}
-
-__device__ float4 widened(const Quad<float>& values) { return *reinterpret_cast<const float4*>(&values); }
-
-__device__ float4 widened(const Quad<__nv_bfloat16>& values) {  // a bfloat16 is the upper half of its float
-  const uint2 pairs = *reinterpret_cast<const uint2*>(&values);
-  return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xFFFF0000u),
-                     __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xFFFF0000u));
-}
-
-template <typename Elem>
-struct RowsSource {
-  using Stored = Elem;
-  static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 4;  // with as many nothing is spilled (CUDA 13.0, sm_90a)
-  const Elem* x;
-  int64_t width;
-
-  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
-    return *reinterpret_cast<const Quad<Elem>*>(x + row * width + col);
-  }
-};
-
-template <typename Elem>
-struct SwigluSource {
-  using Stored = Elem;
-  static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 3;
-  const Elem* x;
-  int64_t width;
-
-  // As csrc/swiglu.cu: the fast exponential and division do for 2 bytes.
-  __device__ static float sigmoid(float gate) {
-    if constexpr (sizeof(Elem) == 4) {
-      return 1.0f / (1.0f + expf(-gate));
-    } else {
-      return __fdividef(1.0f, 1.0f + __expf(-gate));
-    }
-  }
-
-  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
-    const Elem* gates_at = x + row * 2 * width + col;
-    const Quad<Elem> gates = *reinterpret_cast<const Quad<Elem>*>(gates_at);
-    const Quad<Elem> ups = *reinterpret_cast<const Quad<Elem>*>(gates_at + width);
-    Quad<Elem> result;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const float gate = widened(gates.elems[i]);
-      result.elems[i] = narrowed<Elem>(gate * sigmoid(gate) * widened(ups.elems[i]));
-    }
-    return result;
-  }
-};
-
-struct Fp8Source {
-  using Stored = __nv_bfloat16;
-  static constexpr int kBlocksPerSm = 4;
-  const uint8_t* x;
-  const float* scales;
-  int64_t width;
-
-  __device__ Quad<__nv_bfloat16> load(const RowTile& tile, int64_t row, int64_t col) const {
-    const int64_t num_blocks = (width + kTile - 1) / kTile;
-    const int64_t at = tile.expert_begin * num_blocks + col / kTile * tile.expert_rows + (row - tile.expert_begin);
-    const float scale = scales[at];
-    const Quad<uint8_t> codes = *reinterpret_cast<const Quad<uint8_t>*>(x + row * width + col);
-    Quad<__nv_bfloat16> result;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      __nv_fp8_e4m3 code;
-      code.__x = codes.elems[i];
-      result.elems[i] = __float2bfloat16_rn(__fmul_rn(static_cast<float>(code), scale));
-    }
-    return result;
-  }
-};
+constexpr int kRun = 16;   // rows of a transposed store: 16 bytes
+constexpr int kStep = 16;  // what widths and numbers of rows are multiples of
 
 __device__ float warp_max(float value) {
 #pragma unroll
@@ -401,10 +284,12 @@ struct Launch {
   }
 
   template <typename Elem>
-  void cast(TileSource source, const void* x, bool one_scale) const {
+  void cast(TileSource source, const void* x, const void* grads, bool one_scale) const {
     const Elem* values = static_cast<const Elem*>(x);
     if (source == TileSource::kSwiglu) {
       cast_blocks(SwigluSource<Elem>{values, width});
+    } else if (source == TileSource::kSwigluGrad) {
+      cast_blocks(SwigluGradSource<Elem>{values, static_cast<const Elem*>(grads), width});
     } else if (one_scale) {
       run<true, true, true>(RowsSource<Elem>{values, width});
     } else {
@@ -417,13 +302,15 @@ constexpr int64_t kMaxTiles = 65535;  // what the grid's second dimension holds
 
 }  // namespace
 
-void launch_fp8_cast_tiles(TileSource source, RowType row_type, const void* x, const float* x_scales,
+void launch_fp8_cast_tiles(TileSource source, RowType row_type, const void* x, const float* x_scales, const void* grads,
                            const RowTile* tiles, int64_t num_tiles, int64_t width, const TileOutputs& outputs,
                            bool one_scale, bool power_of_two, cudaStream_t stream) {
   MOE_EP_CHECK(num_tiles >= 0 && num_tiles <= kMaxTiles, "fp8_cast_tiles: there are ", num_tiles, " tiles, but 0 to ",
                kMaxTiles, " are possible: cast fewer rows at once.");
   MOE_EP_CHECK(width >= kStep && width % kStep == 0, "fp8_cast_tiles: the width is ", width,
                ", but a multiple of 16 is needed: cast by the formula.");
+  MOE_EP_CHECK(source != TileSource::kSwigluGrad || width % (2 * kStep) == 0, "fp8_cast_tiles: the width is ", width,
+               ", but halves that are multiples of 16 are needed for SwiGLU's gradient: cast it after computing it.");
   MOE_EP_CHECK(row_type != RowType::kFloat16, "fp8_cast_tiles: rows are float16, but bfloat16 and float32 are served.");
   MOE_EP_CHECK(!one_scale || source == TileSource::kRows, "fp8_cast_tiles: one scale a tile is for rows as they are.");
   if (num_tiles == 0) {
@@ -434,9 +321,9 @@ void launch_fp8_cast_tiles(TileSource source, RowType row_type, const void* x, c
     return launch.cast_blocks(Fp8Source{static_cast<const uint8_t*>(x), x_scales, width});
   }
   if (row_type == RowType::kFloat32) {
-    return launch.cast<float>(source, x, one_scale);
+    return launch.cast<float>(source, x, grads, one_scale);
   }
-  return launch.cast<__nv_bfloat16>(source, x, one_scale);
+  return launch.cast<__nv_bfloat16>(source, x, grads, one_scale);
 }
 
 void launch_fp8_pack_scales(const float* scales, const RowTile* tiles, int64_t num_tiles, int64_t num_blocks,

@@ -150,31 +150,40 @@ class _Mlp(torch.autograd.Function):
         grad_out_RH = grad_out_RH.to(projected.dtype)
         in_fp8 = engine.wgrad == "fp8"
 
+        # Both operands are cast before the first of two products, so that the second follows it without a gap.
         grads = recipe.cast("grad_out", grad_out_RH, ranges, rows=True, columns=wants_down and in_fp8)
+        inner = None
+        if wants_down and in_fp8:
+            inner = recipe.activations(projected, engine.activation, ranges, columns=True).columns
         grad_inner = projected.new_empty(ranges.num_rows, ctx.likes[1][0][2])
         engine.gemm(weights.down_transposed, grads.rows, ranges.split(grad_inner))
         grad_down = None
-        if wants_down and in_fp8:
-            inner = recipe.activations(projected, engine.activation, ranges, columns=True).columns
-            grad_down = torch.empty(ctx.likes[1][0], dtype=ctx.likes[1][1], device=ranges.device)
-            engine.gemm(inner, grads.columns, grad_down.unbind())
+        if inner is not None:
+            grad_down = _weight_grad(engine.gemm, ctx.likes[1], inner, grads.columns, ranges)
         elif wants_down:
             inner_RF = activate(projected, engine.activation)
             grad_down = weight_grad(grad_out_RH, inner_RF, ctx.likes[1][0], ranges.offsets)
             del inner_RF
-        grad_projected = activation_grad(projected, grad_inner, engine.activation)
-        del grad_inner
+        del inner, grads
 
-        grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=wants_first and in_fp8)
+        grad_projected, transposed = None, None
+        if in_fp8:
+            grads = recipe.activation_grads(
+                projected, grad_inner, engine.activation, ranges, rows=wants_rows, columns=wants_first
+            )
+            transposed = recipe.transposed(rows, ranges) if wants_first else None
+        else:
+            grad_projected = activation_grad(projected, grad_inner, engine.activation)
+            grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=False)
+        del grad_inner
         grad_rows = None
         if wants_rows:
             grad_rows = torch.empty(rows.data.shape, dtype=ctx.face_dtype, device=rows.data.device)
             engine.gemm(weights.first_transposed, grads.rows, ranges.split(grad_rows))
         grad_first = None
-        if wants_first and in_fp8:
-            grad_first = torch.empty(ctx.likes[0][0], dtype=ctx.likes[0][1], device=ranges.device)
-            engine.gemm(recipe.transposed(rows, ranges), grads.columns, grad_first.unbind())
-        elif wants_first:
+        if transposed is not None:
+            grad_first = _weight_grad(engine.gemm, ctx.likes[0], transposed, grads.columns, ranges)
+        elif wants_first and grad_projected is not None:
             grad_first = weight_grad(grad_projected, rows.values(projected.dtype), ctx.likes[0][0], ranges.offsets)
         return (
             grad_rows,  # face
@@ -182,6 +191,19 @@ class _Mlp(torch.autograd.Function):
             None if grad_down is None else grad_down.to(ctx.likes[1][1]),  # down
             *[None] * 5,  # the FP8 rows (their gradient goes to the face), weights in FP8, ranges, engine, dtype
         )
+
+
+def _weight_grad(
+    gemm: GroupedGemm,
+    like: tuple[torch.Size, torch.dtype],
+    rows: Fp8Matrices,
+    grads: Fp8Matrices,
+    ranges: RowRanges,
+) -> Tensor:
+    """[L, O, I] = grads[l] @ rows[l].T."""
+    out_LOI = torch.empty(like[0], dtype=like[1], device=ranges.device)
+    gemm(rows, grads, out_LOI.unbind())
+    return out_LOI
 
 
 def _is_capturing(tensor: Tensor) -> bool:

@@ -11,7 +11,8 @@ Transformer Engine's delayed scale leaves the present call out, and cuts off wha
 is computed again, behind its own entry in the history, has another scale than at first, and weights that were loaded
 are cut off. With the present call in it nothing is, and the second scale is the first.
 
-Letters: T tokens, R rows of all experts, K their width, B = ceil(K / 128), L experts, O and I outputs and inputs.
+Letters: T tokens, R rows of all experts, K their width, B = ceil(K / 128), L experts, O and I outputs and inputs,
+P width of the first projection.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from moe_ep.fp8 import MAX_E4M3, MIN_SCALE, quantize_1x128, up_to_power_of_two
 from moe_ep.fp8_blocks import Fp8Cast
 from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
 from moe_ep.fp8_rows import Fp8Rows
-from moe_ep.layers.activations import Activation, activate
+from moe_ep.layers.activations import Activation, activate, activation_grad
 
 GroupMax = Callable[[Tensor], Tensor]  # the largest over the ranks of a float32 scalar; collective
 Pair = tuple[Fp8Matrices, Fp8Matrices]
@@ -55,6 +56,18 @@ class Fp8Recipe(Protocol):
         self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
     ) -> Fp8Cast:
         """activate(projected): [rows, F] of each expert, the transpose, or both."""
+
+    def activation_grads(
+        self,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        """The gradient of projected, from that of activate(projected): [rows, P] of each expert, or the transpose."""
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
@@ -91,9 +104,26 @@ class Blockwise:
     def activations(
         self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
     ) -> Fp8Cast:
-        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges):
+        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
             return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two, rows=rows, columns=columns)
         return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+
+    def activation_grads(
+        self,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
+            return fp8_blocks.cast_swiglu_grad(
+                projected, grad_inner, ranges, self._power_of_two, rows=rows, columns=columns
+            )
+        grad_projected = activation_grad(projected, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)
@@ -130,6 +160,19 @@ class PerTensor:
         self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
     ) -> Fp8Cast:
         return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+
+    def activation_grads(
+        self,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        grad_projected = activation_grad(projected, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         dtype = torch.float8_e5m2 if name.startswith("grad") else torch.float8_e4m3fn

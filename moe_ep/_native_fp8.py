@@ -13,6 +13,7 @@ class Fp8Kernels(Protocol):
         dtype: str,
         x: int,
         x_scales: int,
+        grads: int,
         tiles: int,
         num_tiles: int,
         width: int,

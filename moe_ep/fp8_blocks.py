@@ -58,9 +58,17 @@ def cast_rows(
 def cast_swiglu(
     projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool = True, columns: bool = False
 ) -> Fp8Cast:
-    """silu(gate) * up in FP8, without writing it in between. Only where `kernel_serves`. The rest as `cast_rows`."""
+    """silu(gate) * up in FP8 without writing it in between, as `cast_rows` does; only where `kernel_serves` halves."""
     width = projected_R2F.shape[1] // 2
     return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows, columns)
+
+
+def cast_swiglu_grad(
+    projected_R2F: Tensor, grad_out_RF: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool, columns: bool
+) -> Fp8Cast:
+    """The gradient of `projected` in FP8 without writing it, given that of silu(gate) * up; else as `cast_swiglu`."""
+    grads, width = grad_out_RF.contiguous(), projected_R2F.shape[1]
+    return _launch("swiglu_grad", projected_R2F, grads, width, ranges, power_of_two, rows, columns)
 
 
 def pack_scales(scales_RB: Tensor, ranges: RowRanges) -> Tensor:
@@ -177,9 +185,10 @@ def _transpose_bytes(codes: Tensor) -> Tensor:
 # -- by the kernels ---------------------------------------------------------------------------------------------------
 
 
-def kernel_serves(x_RK: Tensor, ranges: RowRanges) -> bool:
-    """Whether the kernels take these rows."""
-    if not (x_RK.is_cuda and x_RK.dtype in _KERNEL_DTYPES and _is_stepped(x_RK.shape[1], *ranges.sizes)):
+def kernel_serves(x_RK: Tensor, ranges: RowRanges, halves: bool = False) -> bool:
+    """Whether the kernels take these rows; with `halves` (gate and up), whether they take each half of a row."""
+    step = 2 * _KERNEL_STEP if halves else _KERNEL_STEP
+    if not (x_RK.is_cuda and x_RK.dtype in _KERNEL_DTYPES and x_RK.shape[1] % step == 0 and _is_stepped(*ranges.sizes)):
         return False
     return _native.load() is not None
 
@@ -191,14 +200,14 @@ def _is_stepped(*sizes: int) -> bool:
 def _launch(
     source: str,
     x: Tensor,
-    packed: Tensor | None,
+    beside: Tensor | None,
     width: int,
     ranges: RowRanges,
     power_of_two: bool,
     rows: bool,
     columns: bool,
 ) -> Fp8Cast:
-    """x [R, K] (or [R, 2K] for "swiglu") -> FP8 rows and columns."""
+    """x [R, K] (or [R, 2K] for "swiglu") -> FP8 rows and columns. `beside` are the scales of "fp8", or the gradient."""
     x = x.contiguous()
     num_elems = ranges.num_rows * width
     fp8, wide = torch.float8_e4m3fn, torch.float32
@@ -206,7 +215,7 @@ def _launch(
     scales = x.new_empty(ranges.num_rows * num_blocks(width) if rows else 0, dtype=wide)
     column_data = x.new_empty(num_elems if columns else 0, dtype=fp8)
     column_scales = x.new_empty(len(ranges.tiles) * width if columns else 0, dtype=wide)
-    _call(source, x, packed, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
+    _call(source, x, beside, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
     return Fp8Cast(
         split_rows(row_data, scales, ranges) if rows else _matrices([], "rows"),
         split_columns(column_data, column_scales, width, ranges) if columns else _matrices([], "rows"),
@@ -231,7 +240,7 @@ def _launch_weights(
 def _call(
     source: str,
     x: Tensor,
-    packed: Tensor | None,
+    beside: Tensor | None,
     width: int,
     ranges: RowRanges,
     outs: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -246,7 +255,8 @@ def _call(
             source=source,
             dtype="bfloat16" if source == "fp8" else dtype_name(x.dtype),
             x=x.data_ptr(),
-            x_scales=0 if packed is None else packed.data_ptr(),
+            x_scales=beside.data_ptr() if beside is not None and source == "fp8" else 0,
+            grads=beside.data_ptr() if beside is not None and source == "swiglu_grad" else 0,
             tiles=ranges.tiles.data_ptr(),
             num_tiles=len(ranges.tiles),
             width=width,

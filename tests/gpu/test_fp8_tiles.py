@@ -8,7 +8,15 @@ from torch import Tensor
 
 from moe_ep import _native
 from moe_ep.fp8 import quantize_1x128
-from moe_ep.fp8_blocks import cast_rows, cast_swiglu, cast_weights, kernel_serves, pack_scales, transpose_rows
+from moe_ep.fp8_blocks import (
+    cast_rows,
+    cast_swiglu,
+    cast_swiglu_grad,
+    cast_weights,
+    kernel_serves,
+    pack_scales,
+    transpose_rows,
+)
 from moe_ep.fp8_matrix import Fp8Matrices, RowRanges
 from moe_ep.layers.activations import activate, activation_grad
 from tests.compare import assert_same_bits
@@ -101,6 +109,24 @@ def test_the_gradient_of_swiglu_without_a_graph_is_that_of_autograd(dtype: torch
     activate(leaf, "swiglu").backward(grad)
     assert leaf.grad is not None
     assert_same_bits(activation_grad(projected, grad, "swiglu"), leaf.grad, "gradient of the projection")
+
+
+@KERNEL_DTYPES
+@pytest.mark.parametrize("ffn", [16, 192, 2048])  # halves that share a block, and others
+def test_the_gradient_of_swiglu_is_cast_without_being_written(dtype: torch.dtype, ffn: int) -> None:
+    """The bits of the gradient's kernel followed by the cast, but for a product's last place."""
+    ranges = RowRanges(SIZES, GPU)
+    projected = torch.randn(sum(SIZES), 2 * ffn, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    grad = rows_of(ffn, dtype).cuda()
+    assert kernel_serves(projected, ranges, halves=True)
+    theirs = cast_rows(activation_grad(projected, grad, "swiglu"), ranges, True, rows=True, columns=True)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        ours = cast_swiglu_grad(projected, grad, ranges, True, rows=rows, columns=columns)
+        assert (len(ours.rows), len(ours.columns)) == (rows * len(SIZES), columns * len(SIZES))
+        expected = (*(theirs.rows if rows else ()), *(theirs.columns if columns else ()))
+        for mine, other in zip((*ours.rows, *ours.columns), expected, strict=True):
+            differing = (mine.data.view(torch.uint8) != other.data.view(torch.uint8)).float().mean()
+            assert not mine.data.numel() or float(differing) < 1e-3
 
 
 def test_more_rows_than_31_bits_of_elements_are_reached() -> None:

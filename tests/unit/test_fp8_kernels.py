@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(_native.load() is None, reason="needs moe_ep._C,
 
 ARGUMENTS: dict[str, Any] = {
     **{"source": "rows", "dtype": "bfloat16", "num_tiles": 1, "width": 64, "one_scale": False, "power_of_two": True},
-    **dict.fromkeys(["x", "x_scales", "tiles", "rows", "row_scales", "columns", "column_scales", "stream"], 0),
+    **dict.fromkeys(["x", "x_scales", "grads", "tiles", "rows", "row_scales", "columns", "column_scales", "stream"], 0),
 }
 
 
@@ -21,8 +21,9 @@ ARGUMENTS: dict[str, Any] = {
     [
         ({"width": 20}, "the width is 20, but a multiple of 16 is needed"),
         ({"num_tiles": 70_000}, "there are 70000 tiles, but 0 to 65535 are possible"),
+        ({"source": "swiglu_grad", "width": 48}, "the width is 48, but halves that are multiples of 16 are needed"),
         ({"dtype": "float16"}, "rows are float16, but bfloat16 and float32 are served"),
-        ({"source": "columns"}, "source is columns, but rows, swiglu and fp8 are supported"),
+        ({"source": "columns"}, "source is columns, but rows, swiglu, swiglu_grad and fp8 are supported"),
         ({"source": "swiglu", "one_scale": True}, "one scale a tile is for rows as they are"),
     ],
 )
