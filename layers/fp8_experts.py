@@ -40,7 +40,7 @@ class Fp8Experts:
     """Runs the experts of one layer in FP8. No module: it has no parameters, and nothing of it is in a state dict.
 
     Attributes:
-        gemm: what multiplies; `gemm.name` is "te" or "plain".
+        gemm: what multiplies; `gemm.name` is "te", "cublas" or "plain".
         recipe: what casts.
     """
 

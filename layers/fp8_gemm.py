@@ -1,4 +1,4 @@
-"""The seam between the FP8 experts and what multiplies FP8 matrices: Transformer Engine's grouped GEMM, or PyTorch.
+"""The seam between the FP8 experts and what multiplies FP8 matrices: Transformer Engine, cuBLASLt, or PyTorch.
 
 Every product of the FP8 path goes through one `GroupedGemm`, so a test that watches it sees them all.
 
@@ -17,6 +17,7 @@ from moe_ep.config import FP8Config
 from moe_ep.errors import ConfigError
 from moe_ep.fp8_matrix import Fp8Matrices
 from moe_ep.integrations import transformer_engine
+from moe_ep.layers import fp8_cublas
 
 
 class GroupedGemm(Protocol):
@@ -63,7 +64,8 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
     """
     if config.gemm == "plain" and config.recipe != "mxfp8":
         return PlainGemm()
-    obstacle = transformer_engine.why_unavailable(config.recipe)
+    is_te = config.gemm != "cublas"
+    obstacle = (transformer_engine if is_te else fp8_cublas).why_unavailable(config.recipe)
     if obstacle is not None:
         other = (
             "moe.fp8.recipe to blockwise"
@@ -73,4 +75,4 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
         raise ConfigError(
             f"moe.fp8.recipe is {config.recipe!r}, but {obstacle}. Or set {other}, or set moe.fp8.recipe to none."
         )
-    return TransformerEngineGemm()
+    return TransformerEngineGemm() if is_te else fp8_cublas.CublasGemm()

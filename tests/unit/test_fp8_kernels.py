@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -35,3 +36,10 @@ def test_impossible_arguments_are_refused_before_any_launch(change: dict[str, An
 def test_no_tiles_launch_nothing() -> None:
     _native.require().fp8_cast_tiles(**(ARGUMENTS | {"num_tiles": 0}))
     _native.require().fp8_pack_scales(scales=0, tiles=0, num_tiles=0, num_blocks=1, packed=0, stream=0)
+
+
+def test_products_without_library_or_workspaces_are_refused_in_a_sentence() -> None:
+    kernels = _native.require()
+    expected = kernels.fp8_products_obstacle() or "there are 1 workspaces, but 4 are needed"
+    with pytest.raises(RuntimeError, match=re.escape(f"fp8_products: {expected}")):
+        kernels.Fp8Products(workspaces=[0], workspace_bytes=1)
