@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from moe_ep.autograd.once import once_differentiable
 from moe_ep.buffer import Buffer
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
 from moe_ep.handle import DispatchHandle
+
+_ROWS_AT_ONCE: Final = 4096  # float32 copies are made of so many rows at a time
 
 
 class CombineFp8Grad(Combine):
@@ -24,13 +26,15 @@ class CombineFp8Grad(Combine):
         data, scales = quantize_1x128(grad_y, power_of_two=True)
         ctx.backend.open_dispatch(ctx.handle, data)
         received, received_scales = ctx.backend.dispatch_scaled(ctx.handle, data, scales)
-        grad_RH = dequantize_1x128(received, received_scales, torch.float32)
-        grad_weights = None
-        if rows is not None:
-            grad_weights = (grad_RH * rows.float()).sum(dim=1)
-        if weights is not None:
-            grad_RH = grad_RH * weights.unsqueeze(1)
-        return grads_of_combine(ctx, grad_RH.to(grad_y.dtype), grad_weights)
+        grad_RH = torch.empty(received.shape, dtype=grad_y.dtype, device=grad_y.device)
+        grad_weights = None if rows is None else torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        for begin in range(0, len(received), _ROWS_AT_ONCE):
+            part = slice(begin, begin + _ROWS_AT_ONCE)
+            values = dequantize_1x128(received[part], received_scales[part], torch.float32)
+            if grad_weights is not None:
+                grad_weights[part] = (values * rows[part].float()).sum(dim=1)
+            grad_RH[part] = values if weights is None else values.mul_(weights[part].unsqueeze(1))
+        return grads_of_combine(ctx, grad_RH, grad_weights)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

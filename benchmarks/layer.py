@@ -69,6 +69,7 @@ class Settings:
     comm_sms: int | None
     iterations: int
     fp8: str | None
+    fp8_gemm: str
     out: Path | None
     append: bool
 
@@ -129,7 +130,7 @@ def _make_variant(world: World, shape: LayerShape, settings: Settings, fp8: str 
         router=RouterConfig(topk=shape.topk, normalize=True),
         ep=EPConfig(backend=settings.backend, comm_sms=settings.comm_sms),  # type: ignore[arg-type]
         fp8=FP8Config.model_validate(
-            {"recipe": fp8 or "none", "gemm": "te" if world.device.type == "cuda" else "plain"}
+            {"recipe": fp8 or "none", "gemm": settings.fp8_gemm if world.device.type == "cuda" else "plain"}
         ),
     )
     dtype = DTYPES[_dtype_name(world)]
@@ -264,6 +265,7 @@ def main() -> None:
     parser.add_argument("--backend", default=None, help="of the layer (default: torch on cpu, intranode on cuda)")
     parser.add_argument("--comm-sms", type=int, default=None, help="SM budget of the exchange")
     parser.add_argument("--fp8", choices=["blockwise", "current", "delayed"], help="a second layer with this recipe")
+    parser.add_argument("--fp8-gemm", choices=["te", "cublas"], default="te", help="what multiplies in it, on cuda")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--out", type=Path, help="write one JSON line a row to this file")
     parser.add_argument("--append", action="store_true", help="keep what the file already holds")
@@ -275,7 +277,7 @@ def main() -> None:
     for size, shapes in (
         together if under_torchrun() else [(w, (name,)) for w, name in product(args.worlds, args.shapes)]
     ):
-        settings = Settings(shapes, backend, args.comm_sms, args.iterations, args.fp8, args.out, append)
+        settings = Settings(shapes, backend, args.comm_sms, args.iterations, args.fp8, args.fp8_gemm, args.out, append)
         run(measure, size, args.device, settings)
         append = True
 

@@ -33,4 +33,11 @@ __device__ inline uint8_t to_e4m3(float value, float inverse_scale) {
   return __nv_cvt_float_to_fp8(__fmul_rn(value, inverse_scale), __NV_SATFINITE, __NV_E4M3);
 }
 
+// Two at once in one conversion, of numbers or NaN (whose code is kNanE4M3) but not of infinities; `first` is the low
+// byte.
+__device__ inline uint32_t to_e4m3x2(float first, float second, float inverse_scale) {
+  const float2 scaled = {__fmul_rn(first, inverse_scale), __fmul_rn(second, inverse_scale)};
+  return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
+}
+
 }  // namespace moe_ep

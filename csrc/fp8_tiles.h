@@ -12,9 +12,10 @@ namespace moe_ep {
 
 // What the tiles are read from.
 enum class TileSource {
-  kRows,    // x [R, K] of row_type
-  kSwiglu,  // x [R, 2K] of row_type: silu(gate) * up, rounded to row_type
-  kFp8,     // x [R, K] e4m3 with x_scales as launch_fp8_pack_scales writes them: the values rounded to bfloat16
+  kRows,        // x [R, K] of row_type
+  kSwiglu,      // x [R, 2K] of row_type: silu(gate) * up, rounded to row_type
+  kSwigluGrad,  // x [R, K] and grads [R, K / 2] of row_type: the gradient of silu(gate) * up, rounded to row_type
+  kFp8,         // x [R, K] e4m3 with x_scales as launch_fp8_pack_scales writes them: the values rounded to bfloat16
 };
 
 // Up to 128 rows of one expert. Tiles of an expert are neighbours and ascend; all but its last have 128 rows.
@@ -37,14 +38,15 @@ struct TileOutputs {
 //
 //   row_type   bfloat16 or float32 (bfloat16 with kFp8)
 //   tiles      in   [num_tiles] in device memory
-//   width      K, a multiple of 16
+//   width      K, a multiple of 16, and its half with kSwigluGrad
+//   x_scales   for kFp8, grads for kSwigluGrad; null otherwise
 //   one_scale  all experts have the same number of rows
 //   stream     a cudaStream_t of the device that is current and owns every pointer
 //
 // Ownership: the caller allocates and keeps everything alive until the work on `stream` is done. Pointers are aligned
 // to 16 bytes. With one_scale the padding of the scales is not written. num_tiles = 0 launches nothing. Does not wait
 // for the device. Throws std::runtime_error for an impossible argument, or where the launch fails.
-void launch_fp8_cast_tiles(TileSource source, RowType row_type, const void* x, const float* x_scales,
+void launch_fp8_cast_tiles(TileSource source, RowType row_type, const void* x, const float* x_scales, const void* grads,
                            const RowTile* tiles, int64_t num_tiles, int64_t width, const TileOutputs& outputs,
                            bool one_scale, bool power_of_two, cudaStream_t stream);
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,6 +39,25 @@ def activate(projected: Tensor, activation: Activation, expert_offsets: Tensor |
         return swiglu.swiglu(projected, expert_offsets)
     gate, up = projected.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def activation_grad(projected: Tensor, grad_out: Tensor, activation: Activation) -> Tensor:
+    """The gradient of `projected`, given that of `activate(projected, activation)`; outside of any graph.
+
+    Args:
+        projected: [R, 2F] for "swiglu", [R, F] for "gelu".
+        grad_out: [R, F], same dtype.
+
+    Returns:
+        As projected.
+    """
+    if activation == "swiglu" and swiglu.serves(projected):
+        return swiglu.gradient(projected, grad_out)
+    with torch.enable_grad():
+        leaf = projected.detach().requires_grad_()
+        out = activate(leaf, activation)
+    (grad,) = torch.autograd.grad(out, leaf, grad_out)
+    return grad
 
 
 def mlp(x_RH: Tensor, first: Tensor, down_HF: Tensor, activation: Activation) -> Tensor:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.config import MoEConfig
-from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, check_sizes
+from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, check_sizes
 from moe_ep.fp8_rows import Fp8Rows
-from moe_ep.layers.activations import Activation, activate
+from moe_ep.layers.activations import Activation, activate, activation_grad
 from moe_ep.layers.fp8_gemm import GroupedGemm, make_gemm
 from moe_ep.layers.fp8_recipe import Fp8Recipe, Pair, make_recipe
 from moe_ep.layers.fp8_weights import CastWeights, Fingerprint, identity_of
@@ -40,7 +40,7 @@ class Fp8Experts:
     """Runs the experts of one layer in FP8. No module: it has no parameters, and nothing of it is in a state dict.
 
     Attributes:
-        gemm: what multiplies; `gemm.name` is "te" or "plain".
+        gemm: what multiplies; `gemm.name` is "te", "cublas" or "plain".
         recipe: what casts.
     """
 
@@ -107,10 +107,10 @@ class Fp8Experts:
 class Weights:
     """Both weights in FP8, as forward multiplies them and as the gradient of their input does."""
 
-    first: list[Fp8Matrix]
-    first_transposed: list[Fp8Matrix]
-    down: list[Fp8Matrix]
-    down_transposed: list[Fp8Matrix]
+    first: Fp8Matrices
+    first_transposed: Fp8Matrices
+    down: Fp8Matrices
+    down_transposed: Fp8Matrices
 
 
 class _Mlp(torch.autograd.Function):
@@ -130,10 +130,10 @@ class _Mlp(torch.autograd.Function):
     ) -> Tensor:
         recipe = engine.recipe
         projected = rows.data.new_empty(ranges.num_rows, first_LPH.shape[1], dtype=dtype)
-        _multiply(engine.gemm, weights.first, recipe.arrived(rows, ranges), projected, ranges)
+        engine.gemm(weights.first, recipe.arrived(rows, ranges), ranges.split(projected))
         out = rows.data.new_empty(ranges.num_rows, down_LHF.shape[1], dtype=dtype)
-        inner = recipe.activations(projected, engine.activation, ranges)
-        _multiply(engine.gemm, weights.down, inner, out, ranges)
+        inner = recipe.activations(projected, engine.activation, ranges, rows=True).rows
+        engine.gemm(weights.down, inner, ranges.split(out))
         ctx.engine, ctx.weights, ctx.ranges, ctx.face_dtype = engine, weights, ranges, face_RH.dtype
         ctx.likes = [(weight.shape, weight.dtype) for weight in (first_LPH, down_LHF)]
         ctx.save_for_backward(projected, rows.data, rows.scales)
@@ -150,30 +150,40 @@ class _Mlp(torch.autograd.Function):
         grad_out_RH = grad_out_RH.to(projected.dtype)
         in_fp8 = engine.wgrad == "fp8"
 
-        with torch.enable_grad():
-            leaf = projected.detach().requires_grad_()
-            inner_RF = activate(leaf, engine.activation)
+        # Both operands are cast before the first of two products, so that the second follows it without a gap.
         grads = recipe.cast("grad_out", grad_out_RH, ranges, rows=True, columns=wants_down and in_fp8)
-        grad_inner = torch.empty_like(inner_RF)
-        _multiply(engine.gemm, weights.down_transposed, grads.rows, grad_inner, ranges)
-        grad_down = None
+        inner = None
         if wants_down and in_fp8:
-            inner = recipe.cast("inner", inner_RF.detach(), ranges, rows=False, columns=True).columns
+            inner = recipe.activations(projected, engine.activation, ranges, columns=True).columns
+        grad_inner = projected.new_empty(ranges.num_rows, ctx.likes[1][0][2])
+        engine.gemm(weights.down_transposed, grads.rows, ranges.split(grad_inner))
+        grad_down = None
+        if inner is not None:
             grad_down = _weight_grad(engine.gemm, ctx.likes[1], inner, grads.columns, ranges)
         elif wants_down:
-            grad_down = weight_grad(grad_out_RH, inner_RF.detach(), ctx.likes[1][0], ranges.offsets)
-        (grad_projected,) = torch.autograd.grad(inner_RF, leaf, grad_inner)
-        del inner_RF, grad_inner
+            inner_RF = activate(projected, engine.activation)
+            grad_down = weight_grad(grad_out_RH, inner_RF, ctx.likes[1][0], ranges.offsets)
+            del inner_RF
+        del inner, grads
 
-        grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=wants_first and in_fp8)
+        grad_projected, transposed = None, None
+        if in_fp8:
+            grads = recipe.activation_grads(
+                projected, grad_inner, engine.activation, ranges, rows=wants_rows, columns=wants_first
+            )
+            transposed = recipe.transposed(rows, ranges) if wants_first else None
+        else:
+            grad_projected = activation_grad(projected, grad_inner, engine.activation)
+            grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=False)
+        del grad_inner
         grad_rows = None
         if wants_rows:
             grad_rows = torch.empty(rows.data.shape, dtype=ctx.face_dtype, device=rows.data.device)
-            _multiply(engine.gemm, weights.first_transposed, grads.rows, grad_rows, ranges)
+            engine.gemm(weights.first_transposed, grads.rows, ranges.split(grad_rows))
         grad_first = None
-        if wants_first and in_fp8:
-            grad_first = _weight_grad(engine.gemm, ctx.likes[0], recipe.transposed(rows, ranges), grads.columns, ranges)
-        elif wants_first:
+        if transposed is not None:
+            grad_first = _weight_grad(engine.gemm, ctx.likes[0], transposed, grads.columns, ranges)
+        elif wants_first and grad_projected is not None:
             grad_first = weight_grad(grad_projected, rows.values(projected.dtype), ctx.likes[0][0], ranges.offsets)
         return (
             grad_rows,  # face
@@ -183,31 +193,16 @@ class _Mlp(torch.autograd.Function):
         )
 
 
-def _multiply(
-    gemm: GroupedGemm, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], out_RN: Tensor, ranges: RowRanges
-) -> None:
-    """Rows of expert l of out = b[l] @ a[l].T, experts without rows left out."""
-    busy = [expert for expert, size in enumerate(ranges.sizes) if size]
-    outs = ranges.split(out_RN)
-    gemm([a[expert] for expert in busy], [b[expert] for expert in busy], [outs[expert] for expert in busy])
-
-
 def _weight_grad(
     gemm: GroupedGemm,
     like: tuple[torch.Size, torch.dtype],
-    rows: Sequence[Fp8Matrix],
-    grads: Sequence[Fp8Matrix],
+    rows: Fp8Matrices,
+    grads: Fp8Matrices,
     ranges: RowRanges,
 ) -> Tensor:
-    """[L, O, I] = grads[l] @ rows[l].T, zero where an expert has no rows."""
+    """[L, O, I] = grads[l] @ rows[l].T."""
     out_LOI = torch.empty(like[0], dtype=like[1], device=ranges.device)
-    busy = []
-    for expert, size in enumerate(ranges.sizes):
-        if size:
-            busy.append(expert)
-        else:
-            out_LOI[expert].zero_()
-    gemm([rows[expert] for expert in busy], [grads[expert] for expert in busy], [out_LOI[expert] for expert in busy])
+    gemm(rows, grads, out_LOI.unbind())
     return out_LOI
 
 

@@ -1,4 +1,4 @@
-"""The seam between the FP8 experts and what multiplies FP8 matrices: Transformer Engine's grouped GEMM, or PyTorch.
+"""The seam between the FP8 experts and what multiplies FP8 matrices: Transformer Engine, cuBLASLt, or PyTorch.
 
 Every product of the FP8 path goes through one `GroupedGemm`, so a test that watches it sees them all.
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moe_ep.config import FP8Config
 from moe_ep.errors import ConfigError
-from moe_ep.fp8_matrix import Fp8Matrix
+from moe_ep.fp8_matrix import Fp8Matrices
 from moe_ep.integrations import transformer_engine
+from moe_ep.layers import fp8_cublas
 
 
 class GroupedGemm(Protocol):
@@ -24,12 +25,12 @@ class GroupedGemm(Protocol):
 
     name: str
 
-    def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def __call__(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         """outs[i] = b[i] @ a[i].T, for all i.
 
         Args:
             a: [M, K] each.
-            b: [N, K] each; nothing is empty.
+            b: [N, K] each. N and K may be 0; the product over nothing is zero.
             outs: [N, M] each, contiguous, in bfloat16, float16 or float32; written whole.
         """
 
@@ -39,7 +40,7 @@ class PlainGemm:
 
     name = "plain"
 
-    def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def __call__(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         for a_MK, b_NK, out_NM in zip(a, b, outs, strict=True):
             # Outside of autocast, which would round the operands again.
             with torch.autocast(out_NM.device.type, enabled=False):
@@ -51,7 +52,7 @@ class TransformerEngineGemm:
 
     name = "te"
 
-    def __call__(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def __call__(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         transformer_engine.require().grouped_gemm(a, b, outs)
 
 
@@ -63,7 +64,8 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
     """
     if config.gemm == "plain" and config.recipe != "mxfp8":
         return PlainGemm()
-    obstacle = transformer_engine.why_unavailable(config.recipe)
+    is_te = config.gemm != "cublas"
+    obstacle = (transformer_engine if is_te else fp8_cublas).why_unavailable(config.recipe)
     if obstacle is not None:
         other = (
             "moe.fp8.recipe to blockwise"
@@ -73,4 +75,4 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
         raise ConfigError(
             f"moe.fp8.recipe is {config.recipe!r}, but {obstacle}. Or set {other}, or set moe.fp8.recipe to none."
         )
-    return TransformerEngineGemm()
+    return TransformerEngineGemm() if is_te else fp8_cublas.CublasGemm()

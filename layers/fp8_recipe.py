@@ -11,7 +11,8 @@ Transformer Engine's delayed scale leaves the present call out, and cuts off wha
 is computed again, behind its own entry in the history, has another scale than at first, and weights that were loaded
 are cut off. With the present call in it nothing is, and the second scale is the first.
 
-Letters: T tokens, R rows of all experts, K their width, B = ceil(K / 128), L experts, O and I outputs and inputs.
+Letters: T tokens, R rows of all experts, K their width, B = ceil(K / 128), L experts, O and I outputs and inputs,
+P width of the first projection.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from moe_ep import fp8_blocks
 from moe_ep.config import FP8Config
 from moe_ep.fp8 import MAX_E4M3, MIN_SCALE, quantize_1x128, up_to_power_of_two
 from moe_ep.fp8_blocks import Fp8Cast
-from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, split_rows
+from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
 from moe_ep.fp8_rows import Fp8Rows
-from moe_ep.layers.activations import Activation, activate
+from moe_ep.layers.activations import Activation, activate, activation_grad
 
 GroupMax = Callable[[Tensor], Tensor]  # the largest over the ranks of a float32 scalar; collective
-Pair = tuple[list[Fp8Matrix], list[Fp8Matrix]]
+Pair = tuple[Fp8Matrices, Fp8Matrices]
 
 _HISTORY: Final = 1024  # calls whose largest elements the delayed recipe remembers, as Transformer Engine's default
 _LARGEST: Final = {torch.float8_e4m3fn: MAX_E4M3, torch.float8_e5m2: 57344.0}
@@ -45,14 +46,28 @@ class Fp8Recipe(Protocol):
     def payload(self, x_TK: Tensor, group_max: GroupMax) -> tuple[Tensor, Tensor]:
         """What travels: e4m3 [T, K], and float32 scales [T, B], or [1] where all ranks have the same."""
 
-    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         """Rows as they came: [rows, K] of each expert."""
 
-    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         """The same for the weights' gradient: [K, rows] of each expert."""
 
-    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> list[Fp8Matrix]:
-        """activate(projected): [rows, F] of each expert."""
+    def activations(
+        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+    ) -> Fp8Cast:
+        """activate(projected): [rows, F] of each expert, the transpose, or both."""
+
+    def activation_grads(
+        self,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        """The gradient of projected, from that of activate(projected): [rows, P] of each expert, or the transpose."""
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
@@ -79,17 +94,36 @@ class Blockwise:
     def payload(self, x_TK: Tensor, group_max: GroupMax) -> tuple[Tensor, Tensor]:
         return quantize_1x128(x_TK, self._power_of_two)
 
-    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         return split_rows(rows.data, fp8_blocks.pack_scales(rows.scales, ranges), ranges)
 
-    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
+    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         packed = fp8_blocks.pack_scales(rows.scales, ranges)
         return fp8_blocks.transpose_rows(rows.data, packed, ranges, self._power_of_two)
 
-    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> list[Fp8Matrix]:
-        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges):
-            return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two).rows
-        return self.cast("inner", activate(projected, activation), ranges, rows=True, columns=False).rows
+    def activations(
+        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+    ) -> Fp8Cast:
+        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
+            return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two, rows=rows, columns=columns)
+        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+
+    def activation_grads(
+        self,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
+            return fp8_blocks.cast_swiglu_grad(
+                projected, grad_inner, ranges, self._power_of_two, rows=rows, columns=columns
+            )
+        grad_projected = activation_grad(projected, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)
@@ -116,27 +150,44 @@ class PerTensor:
         scale = self._scale(group_max(self._largest("rows", x_TK)), torch.float8_e4m3fn)
         return _cast(x_TK, scale, torch.float8_e4m3fn), scale
 
-    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
-        return [Fp8Matrix(rows.data[part], rows.scales, "tensor") for part in ranges.slices]
+    def arrived(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
+        return whole_rows(rows.data, rows.scales, ranges)
 
-    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> list[Fp8Matrix]:
-        return [_transposed(matrix) for matrix in self.arrived(rows, ranges)]
+    def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
+        return _transposed(self.arrived(rows, ranges))
 
-    def activations(self, projected: Tensor, activation: Activation, ranges: RowRanges) -> list[Fp8Matrix]:
-        return self.cast("inner", activate(projected, activation), ranges, rows=True, columns=False).rows
+    def activations(
+        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+    ) -> Fp8Cast:
+        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+
+    def activation_grads(
+        self,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        grad_projected = activation_grad(projected, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         dtype = torch.float8_e5m2 if name.startswith("grad") else torch.float8_e4m3fn
         scale = self._scale(self._largest(name, x_RK), dtype)
         codes = _cast(x_RK, scale, dtype)
-        made = [Fp8Matrix(codes[part], scale, "tensor") for part in ranges.slices]
-        return Fp8Cast(made if rows else [], [_transposed(matrix) for matrix in made] if columns else [])
+        made = whole_rows(codes, scale, ranges)
+        nothing = made[:0]
+        return Fp8Cast(made if rows else nothing, _transposed(made) if columns else nothing)
 
     def weights(self, name: str, weight_LOI: Tensor) -> Pair:
         scale = self._scale(self._largest(name, weight_LOI), torch.float8_e4m3fn)
         codes_LOI = _cast(weight_LOI, scale, torch.float8_e4m3fn)
-        made = [Fp8Matrix(codes_OI, scale, "tensor") for codes_OI in codes_LOI]
-        return made, [_transposed(matrix) for matrix in made]
+        codes = codes_LOI.view(torch.uint8).unbind()
+        made = Fp8Matrices(codes, [scale] * len(codes), codes_LOI.dtype, "tensor")
+        return made, _transposed(made)
 
     def _scale(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
         """[1] float32."""
@@ -171,6 +222,6 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isfinite(), codes, torch.nan).to(dtype)
 
 
-def _transposed(matrix: Fp8Matrix) -> Fp8Matrix:
-    data = matrix.data.view(torch.uint8).t().contiguous().view(matrix.data.dtype)
-    return Fp8Matrix(data, matrix.scales, matrix.scaling)
+def _transposed(matrices: Fp8Matrices) -> Fp8Matrices:
+    codes = [codes_NK.t().contiguous() for codes_NK in matrices.codes]
+    return Fp8Matrices(codes, matrices.scales, matrices.dtype, matrices.scaling)

@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moe_ep.fp8_matrix import Fp8Matrix
+from moe_ep.fp8_matrix import Fp8Matrices
 
-Pair = tuple[list[Fp8Matrix], list[Fp8Matrix]]
+Pair = tuple[Fp8Matrices, Fp8Matrices]
 _SAMPLED_ROWS: Final = 32  # of each expert
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

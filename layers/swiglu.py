@@ -44,6 +44,11 @@ def swiglu(projected_R2F: Tensor, expert_offsets: Tensor | None = None) -> Tenso
     return out
 
 
+def gradient(projected_R2F: Tensor, grad_out_RF: Tensor) -> Tensor:
+    """[R, 2F]: the gradient of `projected`, for who keeps no graph."""
+    return _launch_backward(projected_R2F.detach(), grad_out_RF.detach(), None)
+
+
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, expert_offsets: Tensor | None) -> Tensor:

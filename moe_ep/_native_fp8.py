@@ -3,8 +3,40 @@
 from typing import Protocol
 
 
+class Fp8Products(Protocol):
+    """Products of FP8 matrices on one device, through cuBLASLt; csrc/fp8_products.h."""
+
+    def multiply(
+        self,
+        *,
+        sizes: list[int],
+        pointers: list[int],
+        a_scaling: str,
+        a_is_e5m2: bool,
+        b_scaling: str,
+        b_is_e5m2: bool,
+        out_dtype: str,
+        stream: int,
+    ) -> None:
+        """sizes: m, n, k of every product; pointers: a, its scales, b, its scales, out."""
+
+
+class MakeFp8Products(Protocol):
+    """The class `Fp8Products` of the extension."""
+
+    num_streams: int
+
+    def __call__(self, *, workspaces: list[int], workspace_bytes: int) -> Fp8Products:
+        """On the current device; one workspace a stream, kept alive by the caller."""
+
+
 class Fp8Kernels(Protocol):
-    """What `moe_ep.fp8_blocks` calls. Pointers and streams are integers; 0 where a header says null."""
+    """What `moe_ep.fp8_blocks` and `moe_ep.layers.fp8_cublas` call. Pointers and streams are integers; 0 means null."""
+
+    Fp8Products: MakeFp8Products
+
+    def fp8_products_obstacle(self) -> str:
+        """Why products cannot be had, as the middle of a sentence; empty if they can."""
 
     def fp8_cast_tiles(
         self,
@@ -13,6 +45,7 @@ class Fp8Kernels(Protocol):
         dtype: str,
         x: int,
         x_scales: int,
+        grads: int,
         tiles: int,
         num_tiles: int,
         width: int,

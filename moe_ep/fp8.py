@@ -96,8 +96,12 @@ def dequantize_1x128(
             f"scales is {list(scales_TB.shape)} {scales_TB.dtype}, but {list(expected)} float32 is needed for x_fp8 "
             f"{list(x_fp8_TH.shape)}: give the scales that quantize_1x128 returned with it."
         )
-    scales_TH = scales_TB.repeat_interleave(BLOCK_ELEMS, dim=1)[:, :hidden]
-    return (x_fp8_TH.float() * scales_TH).to(dtype)
+    values_TH = x_fp8_TH.float().contiguous()
+    if hidden % BLOCK_ELEMS == 0:  # in place, so that a float32 copy of the rows is all that is made
+        values_TH.view(*expected, BLOCK_ELEMS).mul_(scales_TB.unsqueeze(2))
+    else:
+        values_TH.mul_(scales_TB.repeat_interleave(BLOCK_ELEMS, dim=1)[:, :hidden])
+    return values_TH.to(dtype)
 
 
 def num_blocks(hidden: int) -> int:

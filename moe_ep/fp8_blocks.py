@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ep import _native
 from moe_ep.fp8 import BLOCK_ELEMS, dequantize_1x128, num_blocks, quantize_1x128
-from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, round_up, row_scales, split_columns, split_rows
+from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, Scaling, round_up, row_scales, split_columns, split_rows
 from moe_ep.kernel_arguments import dtype_name
 
 _KERNEL_DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -29,10 +29,10 @@ _KERNEL_STEP: Final = 16  # elements: what the kernels ask of widths and of rows
 
 @dataclass(frozen=True, eq=False)
 class Fp8Cast:
-    """What a cast gave: the rows, their transpose, or both; empty lists for what was not asked for."""
+    """What a cast gave: the rows, their transpose, or both; nothing for what was not asked for."""
 
-    rows: list[Fp8Matrix]
-    columns: list[Fp8Matrix]
+    rows: Fp8Matrices
+    columns: Fp8Matrices
 
 
 def cast_rows(
@@ -48,20 +48,27 @@ def cast_rows(
     """
     if kernel_serves(x_RK, ranges):
         return _launch("rows", x_RK, None, x_RK.shape[1], ranges, power_of_two, rows, columns)
-    made_rows, made_columns = [], []
-    for part in ranges.slices:
-        if rows:
-            codes, scales_RB = quantize_1x128(x_RK[part], power_of_two)
-            made_rows.append(Fp8Matrix(codes, row_scales(scales_RB), "rows"))
-        if columns:
-            made_columns.append(_transposed(x_RK[part], power_of_two))
-    return Fp8Cast(made_rows, made_columns)
+    parts = ranges.split(x_RK)
+    return Fp8Cast(
+        _matrices([_rows(part, power_of_two) for part in parts] if rows else [], "rows"),
+        _matrices([_columns(part, power_of_two) for part in parts] if columns else [], "rows"),
+    )
 
 
-def cast_swiglu(projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool) -> Fp8Cast:
-    """The rows of silu(gate) * up in FP8, without writing them in between. Only where `kernel_serves`."""
+def cast_swiglu(
+    projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool = True, columns: bool = False
+) -> Fp8Cast:
+    """silu(gate) * up in FP8 without writing it in between, as `cast_rows` does; only where `kernel_serves` halves."""
     width = projected_R2F.shape[1] // 2
-    return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows=True, columns=False)
+    return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows, columns)
+
+
+def cast_swiglu_grad(
+    projected_R2F: Tensor, grad_out_RF: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool, columns: bool
+) -> Fp8Cast:
+    """The gradient of `projected` in FP8 without writing it, given that of silu(gate) * up; else as `cast_swiglu`."""
+    grads, width = grad_out_RF.contiguous(), projected_R2F.shape[1]
+    return _launch("swiglu_grad", projected_R2F, grads, width, ranges, power_of_two, rows, columns)
 
 
 def pack_scales(scales_RB: Tensor, ranges: RowRanges) -> Tensor:
@@ -88,7 +95,7 @@ def pack_scales(scales_RB: Tensor, ranges: RowRanges) -> Tensor:
     return torch.cat(parts) if parts else scales_RB.new_empty(0)
 
 
-def transpose_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges, power_of_two: bool) -> list[Fp8Matrix]:
+def transpose_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges, power_of_two: bool) -> Fp8Matrices:
     """FP8 rows cast anew for the weights' gradient, from their own values rounded to bfloat16.
 
     With scales that are powers of two nothing is lost but what falls below the smallest step of the new block.
@@ -102,11 +109,11 @@ def transpose_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges, power_of_
     columns = []
     for matrix in split_rows(data_RK, packed, ranges):
         scales_RB = matrix.scales[:, : len(matrix.data)].t()
-        columns.append(_transposed(dequantize_1x128(matrix.data, scales_RB, torch.bfloat16), power_of_two))
-    return columns
+        columns.append(_columns(dequantize_1x128(matrix.data, scales_RB, torch.bfloat16), power_of_two))
+    return _matrices(columns, "rows")
 
 
-def cast_weights(weight_LOI: Tensor, power_of_two: bool) -> tuple[list[Fp8Matrix], list[Fp8Matrix]]:
+def cast_weights(weight_LOI: Tensor, power_of_two: bool) -> tuple[Fp8Matrices, Fp8Matrices]:
     """Weights with one scale a 128x128 block: [O, I] of each expert, and [I, O].
 
     Args:
@@ -117,24 +124,33 @@ def cast_weights(weight_LOI: Tensor, power_of_two: bool) -> tuple[list[Fp8Matrix
     flat = weight_LOI.reshape(-1, inputs)
     if kernel_serves(flat, ranges):
         return _launch_weights(flat, inputs, outputs, num_experts, ranges, power_of_two)
-    rows, columns = [], []
-    for weight_OI in weight_LOI:
-        codes, scales = _cast_tiles(weight_OI, power_of_two)
-        rows.append(Fp8Matrix(codes, _tile_scales(scales), "tiles"))
-        columns.append(Fp8Matrix(_transpose_bytes(codes), _tile_scales(scales.t()), "tiles"))
-    return rows, columns
+    tiles = [_cast_tiles(weight_OI, power_of_two) for weight_OI in weight_LOI]
+    return (
+        _matrices([(codes, _tile_scales(scales)) for codes, scales in tiles], "tiles"),
+        _matrices([(_transpose_bytes(codes), _tile_scales(scales.t())) for codes, scales in tiles], "tiles"),
+    )
 
 
 # -- by PyTorch -------------------------------------------------------------------------------------------------------
 
 
-def _transposed(x_RK: Tensor, power_of_two: bool) -> Fp8Matrix:
+def _matrices(made: list[tuple[Tensor, Tensor]], scaling: Scaling) -> Fp8Matrices:
+    """Of data and scales, made expert by expert."""
+    codes = [data.view(torch.uint8) for data, _ in made]
+    return Fp8Matrices(codes, [scales for _, scales in made], torch.float8_e4m3fn, scaling)
+
+
+def _rows(x_RK: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    codes, scales = quantize_1x128(x_RK, power_of_two)
+    return codes, row_scales(scales)
+
+
+def _columns(x_RK: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     if not len(x_RK):
         padded = round_up(x_RK.shape[1], 4)
         empty = torch.empty(x_RK.shape[1], 0, dtype=torch.float8_e4m3fn, device=x_RK.device)
-        return Fp8Matrix(empty, x_RK.new_empty(0, padded, dtype=torch.float32), "rows")
-    codes, scales = quantize_1x128(x_RK.t(), power_of_two)
-    return Fp8Matrix(codes, row_scales(scales), "rows")
+        return empty, x_RK.new_empty(0, padded, dtype=torch.float32)
+    return _rows(x_RK.t(), power_of_two)
 
 
 def _cast_tiles(weight_OI: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -169,9 +185,10 @@ def _transpose_bytes(codes: Tensor) -> Tensor:
 # -- by the kernels ---------------------------------------------------------------------------------------------------
 
 
-def kernel_serves(x_RK: Tensor, ranges: RowRanges) -> bool:
-    """Whether the kernels take these rows."""
-    if not (x_RK.is_cuda and x_RK.dtype in _KERNEL_DTYPES and _is_stepped(x_RK.shape[1], *ranges.sizes)):
+def kernel_serves(x_RK: Tensor, ranges: RowRanges, halves: bool = False) -> bool:
+    """Whether the kernels take these rows; with `halves` (gate and up), whether they take each half of a row."""
+    step = 2 * _KERNEL_STEP if halves else _KERNEL_STEP
+    if not (x_RK.is_cuda and x_RK.dtype in _KERNEL_DTYPES and x_RK.shape[1] % step == 0 and _is_stepped(*ranges.sizes)):
         return False
     return _native.load() is not None
 
@@ -183,14 +200,14 @@ def _is_stepped(*sizes: int) -> bool:
 def _launch(
     source: str,
     x: Tensor,
-    packed: Tensor | None,
+    beside: Tensor | None,
     width: int,
     ranges: RowRanges,
     power_of_two: bool,
     rows: bool,
     columns: bool,
 ) -> Fp8Cast:
-    """x [R, K] (or [R, 2K] for "swiglu") -> FP8 rows and columns."""
+    """x [R, K] (or [R, 2K] for "swiglu") -> FP8 rows and columns. `beside` are the scales of "fp8", or the gradient."""
     x = x.contiguous()
     num_elems = ranges.num_rows * width
     fp8, wide = torch.float8_e4m3fn, torch.float32
@@ -198,16 +215,16 @@ def _launch(
     scales = x.new_empty(ranges.num_rows * num_blocks(width) if rows else 0, dtype=wide)
     column_data = x.new_empty(num_elems if columns else 0, dtype=fp8)
     column_scales = x.new_empty(len(ranges.tiles) * width if columns else 0, dtype=wide)
-    _call(source, x, packed, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
+    _call(source, x, beside, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
     return Fp8Cast(
-        split_rows(row_data, scales, ranges) if rows else [],
-        split_columns(column_data, column_scales, width, ranges) if columns else [],
+        split_rows(row_data, scales, ranges) if rows else _matrices([], "rows"),
+        split_columns(column_data, column_scales, width, ranges) if columns else _matrices([], "rows"),
     )
 
 
 def _launch_weights(
     flat: Tensor, inputs: int, outputs: int, num_experts: int, ranges: RowRanges, power_of_two: bool
-) -> tuple[list[Fp8Matrix], list[Fp8Matrix]]:
+) -> tuple[Fp8Matrices, Fp8Matrices]:
     high, wide = num_blocks(outputs), num_blocks(inputs)
     rows = torch.empty(num_experts, outputs, inputs, dtype=torch.float8_e4m3fn, device=flat.device)
     columns = torch.empty(num_experts, inputs, outputs, dtype=torch.float8_e4m3fn, device=flat.device)
@@ -215,15 +232,15 @@ def _launch_weights(
     column_tiles = torch.ones(num_experts, wide, round_up(high, 4), device=flat.device)
     _call("rows", flat.contiguous(), None, inputs, ranges, (rows, row_tiles, columns, column_tiles), True, power_of_two)
     return (
-        [Fp8Matrix(data, scales, "tiles") for data, scales in zip(rows, row_tiles, strict=True)],
-        [Fp8Matrix(data, scales, "tiles") for data, scales in zip(columns, column_tiles, strict=True)],
+        Fp8Matrices(rows.view(torch.uint8).unbind(), row_tiles.unbind(), rows.dtype, "tiles"),
+        Fp8Matrices(columns.view(torch.uint8).unbind(), column_tiles.unbind(), columns.dtype, "tiles"),
     )
 
 
 def _call(
     source: str,
     x: Tensor,
-    packed: Tensor | None,
+    beside: Tensor | None,
     width: int,
     ranges: RowRanges,
     outs: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -238,7 +255,8 @@ def _call(
             source=source,
             dtype="bfloat16" if source == "fp8" else dtype_name(x.dtype),
             x=x.data_ptr(),
-            x_scales=0 if packed is None else packed.data_ptr(),
+            x_scales=beside.data_ptr() if beside is not None and source == "fp8" else 0,
+            grads=beside.data_ptr() if beside is not None and source == "swiglu_grad" else 0,
             tiles=ranges.tiles.data_ptr(),
             num_tiles=len(ranges.tiles),
             width=width,

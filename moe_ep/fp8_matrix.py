@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -35,21 +35,19 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(eq=False, slots=True)  # not frozen: a layer makes hundreds a step, and that would double the time
+@dataclass(frozen=True, eq=False)
 class Fp8Matrix:
-    """One operand of a product; nothing but `memo` changes.
+    """One operand of a product.
 
     Attributes:
         data: [N, K] float8_e4m3fn or float8_e5m2, contiguous.
         scales: float32, contiguous, laid out as the module's docstring says.
         scaling: what one scale is for.
-        memo: what a GEMM wants to remember about it.
     """
 
     data: Tensor
     scales: Tensor
     scaling: Scaling
-    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def dequantize(self) -> Tensor:
         """[N, K] float32, every element times its scale."""
@@ -61,6 +59,41 @@ class Fp8Matrix:
         else:
             scales_NB = self.scales[:, : num_blocks(width)].repeat_interleave(BLOCK_ELEMS, dim=0)[:num_rows]
         return self.data.float() * scales_NB.repeat_interleave(BLOCK_ELEMS, dim=1)[:, :width]
+
+
+class Fp8Matrices(Sequence[Fp8Matrix]):
+    """One matrix an expert, all of one dtype and scaling.
+
+    A layer makes ten of these a step, of dozens of experts each. So they are lists of plain tensors, cut out of what a
+    cast wrote in one call of `split`; an `Fp8Matrix` is made when one is asked for.
+
+    Attributes:
+        codes: [N, K] uint8 each, contiguous: the bytes of the FP8 elements.
+        scales: float32 each, as `Fp8Matrix` has them.
+        dtype: float8_e4m3fn or float8_e5m2.
+        scaling: what one scale is for.
+        memo: what a GEMM wants to remember of them, since weights come again; nothing else changes.
+    """
+
+    __slots__ = ("codes", "dtype", "memo", "scales", "scaling")
+
+    def __init__(self, codes: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype, scaling: Scaling) -> None:
+        self.codes, self.scales, self.dtype, self.scaling = codes, scales, dtype, scaling
+        self.memo: Any = None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @overload
+    def __getitem__(self, at: int) -> Fp8Matrix: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Fp8Matrices: ...
+
+    def __getitem__(self, at: int | slice) -> Fp8Matrix | Fp8Matrices:
+        if isinstance(at, slice):
+            return Fp8Matrices(self.codes[at], self.scales[at], self.dtype, self.scaling)
+        return Fp8Matrix(self.codes[at].view(self.dtype), self.scales[at], self.scaling)
 
 
 def row_scales(scales_NB: Tensor) -> Tensor:
@@ -113,36 +146,43 @@ class RowRanges:
 
         First row of the tile, its rows, first row of the expert, rows of the expert.
         """
-        entries = [
-            (row, min(BLOCK_ELEMS, begin + size - row), begin, size)
-            for begin, size in zip(self.begins, self.sizes, strict=True)
-            for row in range(begin, begin + size, BLOCK_ELEMS)
-        ]
-        tiles = torch.tensor(entries, dtype=torch.int32, device="cpu").reshape(-1, 4)
+        sizes = torch.tensor(self.sizes, dtype=torch.int64, device="cpu")
+        counts = (sizes + (BLOCK_ELEMS - 1)) // BLOCK_ELEMS
+        expert = torch.repeat_interleave(counts)
+        size, begin = sizes[expert], (sizes.cumsum(0) - sizes)[expert]
+        in_expert = torch.arange(len(expert), device="cpu") - (counts.cumsum(0) - counts)[expert]
+        row = begin + BLOCK_ELEMS * in_expert
+        num_rows = (begin + size - row).clamp(max=BLOCK_ELEMS)
+        tiles = torch.stack([row, num_rows, begin, size], dim=1).to(torch.int32)
         return tiles.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tiles
 
 
-def split_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges) -> list[Fp8Matrix]:
+def split_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges) -> Fp8Matrices:
     """Rows of all experts, with the scales of `pack_scales`, as one matrix an expert; views, no copies."""
     blocks = num_blocks(data_RK.shape[1])
     widths = [round_up(size, SCALE_ROWS) for size in ranges.sizes]
     parts = packed.split_with_sizes([blocks * width for width in widths])
-    return [
-        Fp8Matrix(data, scales.view(blocks, width), "rows")
-        for data, scales, width in zip(ranges.split(data_RK), parts, widths, strict=True)
-    ]
+    scales = [part.view(blocks, width) for part, width in zip(parts, widths, strict=True)]
+    return Fp8Matrices(ranges.split(data_RK.view(torch.uint8)), scales, data_RK.dtype, "rows")
 
 
-def split_columns(data: Tensor, scales: Tensor, width: int, ranges: RowRanges) -> list[Fp8Matrix]:
+def split_columns(data: Tensor, scales: Tensor, width: int, ranges: RowRanges) -> Fp8Matrices:
     """The transposed rows of each expert, [width, rows] each, one after the other in flat `data`; views, no copies."""
     blocks = [num_blocks(size) for size in ranges.sizes]
     padded = round_up(width, SCALE_ROWS)
-    datas = data.split_with_sizes([width * size for size in ranges.sizes])
+    flats = data.view(torch.uint8).split_with_sizes([width * size for size in ranges.sizes])
     parts = scales.split_with_sizes([count * padded for count in blocks])
-    return [
-        Fp8Matrix(flat.view(width, size), part.view(count, padded), "rows")
-        for flat, part, size, count in zip(datas, parts, ranges.sizes, blocks, strict=True)
-    ]
+    return Fp8Matrices(
+        [flat.view(width, size) for flat, size in zip(flats, ranges.sizes, strict=True)],
+        [part.view(count, padded) for part, count in zip(parts, blocks, strict=True)],
+        data.dtype,
+        "rows",
+    )
+
+
+def whole_rows(data_RK: Tensor, scale: Tensor, ranges: RowRanges) -> Fp8Matrices:
+    """Rows of all experts that share one scale, as one matrix an expert; views, no copies."""
+    return Fp8Matrices(ranges.split(data_RK.view(torch.uint8)), [scale] * len(ranges.sizes), data_RK.dtype, "tensor")
 
 
 def check_sizes(sizes: Sequence[int], alignment: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ep.fp8 import dequantize_1x128
 from moe_ep.fp8_blocks import pack_scales
-from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, split_rows
+from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,11 @@ class Fp8Rows:
         rows: Tensor = _Dequantize.apply(self.face, self)  # type: ignore[no-untyped-call]
         return rows
 
-    def matrices(self) -> list[Fp8Matrix]:
+    def matrices(self) -> Fp8Matrices:
         """One [rows, H] matrix an expert, its scales in the layout of the GEMM."""
         ranges = RowRanges(self.sizes, self.data.device)
         if self.scales.dim() == 1:
-            return [Fp8Matrix(self.data[part], self.scales, "tensor") for part in ranges.slices]
+            return whole_rows(self.data, self.scales, ranges)
         return split_rows(self.data, pack_scales(self.scales, ranges), ranges)
 
     def values(self, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,16 @@ class DType(enum.IntEnum):
     kFloat8E5M2 = 8
 
 
+class ExtensionDType(enum.Enum):
+    """The extension's own enumeration from 2.17 on, where `DType` is Python's. The products here know only that."""
+
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+
 class Format(enum.Enum):
     GEMM_READY = 0
     COMPACT = 1
@@ -147,9 +157,10 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     folder, suffix = ("storage", "Storage") if moved else ("_internal", "Base")
     ending = "storage" if moved else "base"
     home = "transformer_engine.pytorch"
-    modules = {
+    two = release >= (2, 17)
+    modules: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
-        home: {},
+        home: {"DType": DType} if two else {},
         f"{home}.cpp_extensions": {"general_grouped_gemm": _gemm_of(release)},
         f"{home}.module": {},
         f"{home}.module.base": {"get_multi_stream_cublas_workspace": lambda: ["workspace"]},
@@ -164,7 +175,10 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
             "Float8BlockQuantizer": Quantizer,
         },
         f"{home}.tensor.float8_tensor": {"Float8Tensor": QuantizedTensor},
-        "transformer_engine_torch": {"DType": DType, "Float8BlockScaleTensorFormat": Format},
+        "transformer_engine_torch": {
+            "DType": ExtensionDType if two else DType,
+            "Float8BlockScaleTensorFormat": Format,
+        },
     }
     for name, members in modules.items():
         module = types.ModuleType(name)

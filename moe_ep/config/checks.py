@@ -63,7 +63,7 @@ def moe_problems(moe: MoEConfig, max_topk: int) -> list[Problem]:
 
 def _fp8_problems(moe: MoEConfig) -> list[Problem]:
     """Tensor cores read FP8 in steps of 16 bytes."""
-    if moe.fp8.recipe == "none" or moe.fp8.gemm != "te":
+    if moe.fp8.recipe == "none" or moe.fp8.gemm == "plain":
         return []
     return [
         Problem(

@@ -145,8 +145,10 @@ class FP8Config(Section):
     recipe: Literal["none", "blockwise", "current", "delayed", "mxfp8"] = Field(
         default="none", description="scaling recipe"
     )
-    gemm: Literal["te", "plain"] = Field(
-        default="te", description="what multiplies: Transformer Engine, or PyTorch after dequantising, on any device"
+    gemm: Literal["te", "cublas", "plain"] = Field(
+        default="te",
+        description="what multiplies: Transformer Engine, cuBLASLt without it (Hopper), or PyTorch after dequantising, "
+        "on any device",
     )
     dispatch: Flag = Field(default=True, description="rows travel as FP8 with scales in the forward dispatch")
     grad_dispatch: Flag = Field(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.fp8 import num_blocks
-from moe_ep.fp8_matrix import Fp8Matrix
+from moe_ep.fp8_matrix import Fp8Matrices, Fp8Matrix
 from moe_ep.fp8_rows import Fp8Rows
 
 OLDEST, NEWEST = (2, 3), (2, 20)
@@ -58,7 +58,8 @@ class TransformerEngine:
         blockwise: Any = importlib.import_module(f"{_HOME}.tensor.float8_blockwise_tensor")
         self._block_tensor, self._block_quantizer = blockwise.Float8BlockwiseQTensor, blockwise.Float8BlockQuantizer
         self._float8_tensor: Any = importlib.import_module(f"{_HOME}.tensor.float8_tensor").Float8Tensor
-        kinds = self._extension.DType
+        # From 2.17 on Python has its own enumeration, to which every record would convert the extension's.
+        kinds = getattr(importlib.import_module(_HOME), "DType", self._extension.DType)
         self._kinds = {torch.float8_e4m3fn: kinds.kFloat8E4M3, torch.float8_e5m2: kinds.kFloat8E5M2}
         self._options = self._gemm_options()
         self._takes_params = "quantization_params" in inspect.signature(self._gemm).parameters  # from 2.12
@@ -85,44 +86,47 @@ class TransformerEngine:
 
     # -- GEMM ---------------------------------------------------------------------------------------------------------
 
-    def grouped_gemm(self, a: Sequence[Fp8Matrix], b: Sequence[Fp8Matrix], outs: Sequence[Tensor]) -> None:
+    def grouped_gemm(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
         """outs[i] = b[i] @ a[i].T; see `moe_ep.layers.fp8_gemm.GroupedGemm`."""
-        if not outs:
+        lefts, rights = self._records(a), self._records(b)
+        busy = [at for at, codes in enumerate(b.codes) if codes.numel()]
+        if len(busy) < len(outs):
+            for out, codes in zip(outs, b.codes, strict=True):
+                if not codes.numel():
+                    out.zero_()
+            lefts, rights, outs = ([each[at] for at in busy] for each in (lefts, rights, outs))
+        if not busy:
             return
         options = dict(self._options)
         if self._takes_params:
-            options["quantization_params"] = [None] * len(outs)
-        self._gemm(
-            [self._storage(matrix) for matrix in a],
-            [self._storage(matrix) for matrix in b],
-            list(outs),
-            out_dtype=outs[0].dtype,
-            m_splits=[len(matrix.data) for matrix in b],
-            **options,
-        )
+            options["quantization_params"] = [None] * len(busy)
+        num_rows = [b.codes[at].shape[0] for at in busy]
+        self._gemm(lefts, rights, list(outs), out_dtype=outs[0].dtype, m_splits=num_rows, **options)
 
-    def _storage(self, matrix: Fp8Matrix) -> Any:
-        """The matrix as Transformer Engine's record of it, over the same memory; kept, since weights come again."""
-        if "te" not in matrix.memo:
-            matrix.memo["te"] = self._make_storage(matrix)
-        return matrix.memo["te"]
+    def _records(self, matrices: Fp8Matrices) -> list[Any]:
+        """Transformer Engine's records of the matrices, over the same memory; kept, since weights come again.
 
-    def _make_storage(self, matrix: Fp8Matrix) -> Any:
-        data, kind = matrix.data.view(torch.uint8), self._kinds[matrix.data.dtype]
-        if matrix.scaling == "tensor":
-            return self._tensor_storage(
-                data=data, fp8_scale_inv=matrix.scales, fp8_dtype=kind, quantizer=None, **self._tensor_options
-            )
-        return self._block_storage(
-            rowwise_data=data,
-            rowwise_scale_inv=matrix.scales,
-            columnwise_data=None,
-            columnwise_scale_inv=None,
-            fp8_dtype=kind,
-            quantizer=None,
-            is_2D_scaled=matrix.scaling == "tiles",
-            **self._block_options,
-        )
+        These are its storages, which are no tensors: hundreds a step are made, and a tensor subclass takes ten times as
+        long.
+        """
+        if matrices.memo is None:
+            kind, pairs = self._kinds[matrices.dtype], zip(matrices.codes, matrices.scales, strict=True)
+            if matrices.scaling == "tensor":
+                make = functools.partial(self._tensor_storage, fp8_dtype=kind, quantizer=None, **self._tensor_options)
+                matrices.memo = [make(data=codes, fp8_scale_inv=scale) for codes, scale in pairs]
+            else:
+                make = functools.partial(
+                    self._block_storage,
+                    columnwise_data=None,
+                    columnwise_scale_inv=None,
+                    fp8_dtype=kind,
+                    quantizer=None,
+                    is_2D_scaled=matrices.scaling == "tiles",
+                    **self._block_options,
+                )
+                matrices.memo = [make(rowwise_data=codes, rowwise_scale_inv=scales) for codes, scales in pairs]
+        records: list[Any] = matrices.memo
+        return records
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,17 @@ from torch import Tensor
 
 from moe_ep import _native
 from moe_ep.fp8 import quantize_1x128
-from moe_ep.fp8_blocks import cast_rows, cast_swiglu, cast_weights, kernel_serves, pack_scales, transpose_rows
-from moe_ep.fp8_matrix import Fp8Matrix, RowRanges
-from moe_ep.layers.activations import activate
+from moe_ep.fp8_blocks import (
+    cast_rows,
+    cast_swiglu,
+    cast_swiglu_grad,
+    cast_weights,
+    kernel_serves,
+    pack_scales,
+    transpose_rows,
+)
+from moe_ep.fp8_matrix import Fp8Matrices, RowRanges
+from moe_ep.layers.activations import activate, activation_grad
 from tests.compare import assert_same_bits
 
 pytestmark = [
@@ -32,7 +40,7 @@ def rows_of(width: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def assert_same(ours: list[Fp8Matrix], theirs: list[Fp8Matrix], what: str) -> None:
+def assert_same(ours: Fp8Matrices, theirs: Fp8Matrices, what: str) -> None:
     assert len(ours) == len(theirs)
     for expert, (mine, expected) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.scaling == expected.scaling
@@ -84,11 +92,41 @@ def test_swiglu_is_cast_without_being_written(dtype: torch.dtype) -> None:
     """The bits of the SwiGLU kernel followed by the cast, but for the exponential's last place."""
     ranges = RowRanges(SIZES, GPU)
     projected = torch.randn(sum(SIZES), 2 * 192, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
-    ours = cast_swiglu(projected, ranges, True).rows
-    theirs = cast_rows(activate(projected, "swiglu"), ranges, True).rows
-    for mine, expected in zip(ours, theirs, strict=True):
+    ours = cast_swiglu(projected, ranges, True, rows=True, columns=True)
+    theirs = cast_rows(activate(projected, "swiglu"), ranges, True, rows=True, columns=True)
+    for mine, expected in zip((*ours.rows, *ours.columns), (*theirs.rows, *theirs.columns), strict=True):
         differing = (mine.data.view(torch.uint8) != expected.data.view(torch.uint8)).float().mean()
         assert not mine.data.numel() or float(differing) < 1e-3
+    for rows in (True, False):  # as forward and as backward ask for it: the same inner
+        alone = cast_swiglu(projected, ranges, True, rows=rows, columns=not rows)
+        assert_same(alone.rows if rows else alone.columns, ours.rows if rows else ours.columns, "either alone")
+
+
+@KERNEL_DTYPES
+def test_the_gradient_of_swiglu_without_a_graph_is_that_of_autograd(dtype: torch.dtype) -> None:
+    projected, grad = (rows_of(width, dtype).cuda() for width in (2 * 192, 192))
+    leaf = projected.clone().requires_grad_()
+    activate(leaf, "swiglu").backward(grad)
+    assert leaf.grad is not None
+    assert_same_bits(activation_grad(projected, grad, "swiglu"), leaf.grad, "gradient of the projection")
+
+
+@KERNEL_DTYPES
+@pytest.mark.parametrize("ffn", [16, 192, 2048])  # halves that share a block, and others
+def test_the_gradient_of_swiglu_is_cast_without_being_written(dtype: torch.dtype, ffn: int) -> None:
+    """The bits of the gradient's kernel followed by the cast, but for a product's last place."""
+    ranges = RowRanges(SIZES, GPU)
+    projected = torch.randn(sum(SIZES), 2 * ffn, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    grad = rows_of(ffn, dtype).cuda()
+    assert kernel_serves(projected, ranges, halves=True)
+    theirs = cast_rows(activation_grad(projected, grad, "swiglu"), ranges, True, rows=True, columns=True)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        ours = cast_swiglu_grad(projected, grad, ranges, True, rows=rows, columns=columns)
+        assert (len(ours.rows), len(ours.columns)) == (rows * len(SIZES), columns * len(SIZES))
+        expected = (*(theirs.rows if rows else ()), *(theirs.columns if columns else ()))
+        for mine, other in zip((*ours.rows, *ours.columns), expected, strict=True):
+            differing = (mine.data.view(torch.uint8) != other.data.view(torch.uint8)).float().mean()
+            assert not mine.data.numel() or float(differing) < 1e-3
 
 
 def test_more_rows_than_31_bits_of_elements_are_reached() -> None:

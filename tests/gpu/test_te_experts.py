@@ -13,7 +13,8 @@ from moe_ep.config import FP8Config
 from moe_ep.fp8_blocks import cast_rows, cast_weights
 from moe_ep.fp8_matrix import RowRanges
 from moe_ep.integrations import transformer_engine
-from moe_ep.layers.fp8_gemm import PlainGemm, TransformerEngineGemm, make_gemm
+from moe_ep.layers.fp8_cublas import CublasGemm
+from moe_ep.layers.fp8_gemm import GroupedGemm, PlainGemm, TransformerEngineGemm, make_gemm
 from moe_ep.layers.fp8_recipe import PerTensor
 from tests.compare import assert_same_bits
 from tests.distributed.test_fp8_experts import NAMES, TOKENS, functional, gathered, oracle
@@ -30,11 +31,12 @@ GPU = torch.device("cuda")
 SIZES = (16, 144, 32, 1024)
 
 
+@pytest.mark.parametrize("tested", [TransformerEngineGemm(), CublasGemm()], ids=["te", "cublas"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", ["blockwise", "current"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 512), (192, 96), (4096, 7168)])
 def test_the_three_products_are_those_of_the_dequantised_matrices(
-    outputs: int, inputs: int, recipe: str, out_dtype: torch.dtype
+    outputs: int, inputs: int, recipe: str, out_dtype: torch.dtype, tested: GroupedGemm
 ) -> None:
     ranges = RowRanges(SIZES, GPU)
     g = torch.Generator(device=GPU).manual_seed(1)
@@ -53,7 +55,7 @@ def test_the_three_products_are_those_of_the_dequantised_matrices(
     products = {"fprop": (weights, rows.rows), "dgrad": (back, grads.rows), "wgrad": (rows.columns, grads.columns)}
     for name, (a, b) in products.items():
         results = []
-        for gemm in (TransformerEngineGemm(), PlainGemm()):
+        for gemm in (tested, PlainGemm()):
             outs = [
                 torch.empty(len(y.data), len(w.data), dtype=out_dtype, device=GPU) for w, y in zip(a, b, strict=True)
             ]
@@ -80,12 +82,13 @@ def test_values_are_those_of_the_quantised_inputs_and_gradients_close_to_them(
     assert not bool(found["down"][4].any())
 
 
+@pytest.mark.parametrize("gemm", ["te", "cublas"])
 @pytest.mark.parametrize(
     "fp8",
-    [{"recipe": "current"}, {"recipe": "delayed"}, {"wgrad": "bf16"}, {"recipe": "current", "wgrad": "bf16"}],
+    [{}, {"recipe": "current"}, {"recipe": "delayed"}, {"wgrad": "bf16"}, {"recipe": "current", "wgrad": "bf16"}],
 )
-def test_every_setting_is_near_the_same_on_plain_products(ranks: Pools, fp8: dict[str, Any]) -> None:
-    ours = gathered(ranks.run(functional, 2, torch.bfloat16, {"gemm": "te", **fp8}, "cuda"))
+def test_every_setting_is_near_the_same_on_plain_products(ranks: Pools, fp8: dict[str, Any], gemm: str) -> None:
+    ours = gathered(ranks.run(functional, 2, torch.bfloat16, {"gemm": gemm, **fp8}, "cuda"))
     plain = gathered(ranks.run(functional, 2, torch.bfloat16, {"gemm": "plain", **fp8}, "cuda"))
     errors = {name: relative_error(ours[name], plain[name]) for name in NAMES}
     assert max(errors.values()) <= 3e-2, errors
@@ -116,6 +119,19 @@ def _tensors(group: dist.ProcessGroup) -> None:
         assert_same_bits(home, quantized.dequantize().bfloat16(), "there and back")
         again = moe_ep.dispatch(buffer, quantized, idx, num_experts=4, alignment=16)
         assert_same_bits(again.x, out.rows.values(torch.bfloat16), "dequantised rows")
+
+
+def test_experts_without_rows_get_a_zero_gradient_and_groups_of_any_size_are_multiplied() -> None:
+    for sizes in ((0, 16, 0), (16,), (0, 0), (16, 32, 48, 64, 80, 0, 96)):
+        ranges = RowRanges(sizes, GPU)
+        x, y = (torch.randn(sum(sizes), 256, device=GPU).bfloat16() for _ in range(2))
+        a, b = (cast_rows(part, ranges, True, rows=False, columns=True).columns for part in (x, y))
+        outs = torch.full((2, len(sizes), 256, 256), float("nan"), device=GPU)
+        for gemm, out in zip((CublasGemm(), PlainGemm()), outs, strict=True):
+            gemm(a, b, out.unbind())
+        for size, ours, expected in zip(sizes, *outs, strict=True):
+            assert bool(ours.any()) == (size > 0)
+            assert relative_error(ours, expected.cpu()) <= 5e-3 if size else not bool(ours.isnan().any())
 
 
 def test_the_newest_release_is_the_one_that_was_tested() -> None:

@@ -162,6 +162,24 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused_with_what_it_needs(
         make_gemm(FP8Config.model_validate({"recipe": recipe}))
 
 
+@pytest.mark.parametrize(
+    ("capability", "sentence"),
+    [
+        (
+            None,
+            "gemm cublas needs a GPU of compute capability 9.0, and this machine has no CUDA GPU. Or set moe.fp8.gemm",
+        ),
+        ((10, 0), "gemm cublas needs a GPU of compute capability 9.0, and this machine has compute capability 10.0"),
+    ],
+)
+def test_products_without_the_library_are_refused_where_they_do_not_run(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, sentence: str
+) -> None:
+    _capability(monkeypatch, capability)
+    with pytest.raises(moe_ep.ConfigError, match=sentence):
+        make_gemm(FP8Config(recipe="blockwise", gemm="cublas"))
+
+
 def test_a_missing_or_unknown_release_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     _capability(monkeypatch, (9, 0))
     config = FP8Config(recipe="blockwise")
