@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs tests/gpu on the GPUs at hand and prints how many tests ran: gpu_tests.sh PYTHON [PYTEST-ARGUMENT...]
 #
-# First under MPS where it serves, GPU_JOBS files at a time (default 1; 6 take a quarter of the time on two H200), then,
-# alone and without MPS, those marked no_mps: a rank that is killed under MPS takes its neighbours along. The exit code
-# is 0 if nothing failed and at least one test ran.
+# First under MPS where it serves, GPU_JOBS files at a time (default 1; 6 take a quarter of the time on two H200), each
+# on its share of the SMs, then, alone and without MPS, those marked no_mps: a rank that is killed under MPS takes its
+# neighbours along. The exit code is 0 if nothing failed and at least one test ran.
 set -u
 python=$1
 shift
@@ -44,7 +44,8 @@ run_files() {
 export -f run_tests run_file run_files
 
 failed=0
-export jobs=${GPU_JOBS:-1}
+export GPU_JOBS=${GPU_JOBS:-1}
+export jobs=$GPU_JOBS
 if [ "$jobs" -gt 1 ]; then
   scripts/with_mps.sh bash -c 'run_files "$@"' gpu_tests "${options[@]}" "$@" || failed=1
 else

@@ -57,9 +57,11 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_c
     if on_cuda:
         num_gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % num_gpus)
-        # Together the ranks of a GPU must stay below its SMs.
+        # Together the ranks of a GPU must stay below its SMs, those of test files that run at the same time too: where
+        # half of one exchange and half of another hold all SMs, both wait until their limit.
         num_sms = torch.cuda.get_device_properties(rank % num_gpus).multi_processor_count
-        moe_ep.Buffer.set_num_sms(max(1, min(12, (num_sms - 4) * num_gpus // size)))
+        num_beside = size * int(os.environ.get("GPU_JOBS", "1"))
+        moe_ep.Buffer.set_num_sms(max(1, min(12, (num_sms - 4) * num_gpus // num_beside)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)

@@ -32,9 +32,10 @@ from tests.routing import make_inputs
 
 BACKEND = "intranode"
 LIMIT_SECS = 20.0
-# SMs that a GPU is taken to have, 0 for all. Runs of these tests beside each other on a GPU need it: a grid has to find
+# SMs that a GPU is taken to have, 0 for all. Test files that run beside each other on a GPU need it: a grid has to find
 # room as a whole, so together they must stay below what there is.
-NUM_SMS = int(os.environ.get("LOW_LATENCY_TEST_SMS", "0"))
+NUM_JOBS = int(os.environ.get("GPU_JOBS", "1"))
+NUM_SMS = 0 if NUM_JOBS == 1 else 128 // NUM_JOBS
 
 
 class FewerSms:

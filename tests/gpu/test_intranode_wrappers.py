@@ -1,6 +1,7 @@
 """DDP and FSDP2 around layers on the kernels, W = 2: five steps end where one process with the whole batch ends.
 
-The dense parameters travel by NCCL where each rank has a GPU, by gloo where two share one.
+The dense parameters travel by NCCL where each rank has a GPU, by gloo where two share one. FSDP2 needs NCCL: over gloo
+PyTorch 2.11 ends in a segmentation fault when it gathers a sharded CUDA parameter.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ RTOL = 1e-9  # CUDA and CPU round exponentials differently
 PASSES = pytest.mark.parametrize(("num_passes", "recompute"), [(1, False), (2, False), (2, True)])
 EP_SIZE = pytest.mark.parametrize("ep_size", [2, 1])
 LIMIT_SECS = 100
+NEEDS_NCCL = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="FSDP2 gathers CUDA parameters over NCCL, which needs a GPU for each rank"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,7 @@ def test_five_steps_in_ddp_equal_one_process(pair: Pool, ep_size: int, num_passe
     check_against_one_process(pair.run(train_in_ddp, 2, arguments, LIMIT_SECS), RTOL)
 
 
+@NEEDS_NCCL
 @EP_SIZE
 @PASSES
 def test_five_steps_in_fsdp2_equal_one_process(pair: Pool, ep_size: int, num_passes: int, recompute: bool) -> None:
@@ -52,14 +57,17 @@ def test_five_steps_in_fsdp2_equal_one_process(pair: Pool, ep_size: int, num_pas
     check_against_one_process(pair.run(train_in_fsdp, 2, arguments, LIMIT_SECS), RTOL)
 
 
+@NEEDS_NCCL
 @EP_SIZE
 def test_a_shard_saves_and_loads_its_experts_under_their_global_ids(pair: Pool, ep_size: int) -> None:  # case M01
     pair.run(save_and_load, 2, (ep_size, BACKEND), LIMIT_SECS)
 
 
+@NEEDS_NCCL
 def test_a_stored_state_dict_loads_at_another_ep_size(pair: Pool, tmp_path: Path) -> None:  # case M01
     assert_stored(pair.run(stored, 2, (tmp_path, (2, 1), BACKEND), LIMIT_SECS))
 
 
+@NEEDS_NCCL
 def test_parameters_may_be_gathered_in_bfloat16(pair: Pool) -> None:
     pair.run(gathered_in_bfloat16, 2, (BACKEND,), LIMIT_SECS)
