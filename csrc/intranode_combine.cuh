@@ -68,10 +68,17 @@ struct Sum {
   Wide total[kCount][Math::kElems];
   bool is_empty = true;
 
+  __device__ Sum() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      Math::begin(total[i]);
+    }
+  }
+
   __device__ void add(const Columns<Elem>& term) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      Math::add(total[i], term.raw[i], is_empty);
+      Math::add(total[i], term.raw[i]);
     }
     is_empty = false;
   }
@@ -79,7 +86,7 @@ struct Sum {
   __device__ void add(const Columns<Elem>& term, Wide weight) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      Math::add_product(total[i], term.raw[i], weight, is_empty);
+      Math::add_product(total[i], term.raw[i], weight);
     }
     is_empty = false;
   }

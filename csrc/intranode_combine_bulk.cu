@@ -113,81 +113,70 @@ struct RowTerms {
   const char* bias[2];
 };
 
-// By a thread that adds: columns of an output row, at[i] bytes into the piece. The own sum comes first; one accumulator
-// serves both sums.
-template <int kTeam, typename Elem, typename Wide>
+// By a thread that adds: kCount columns of an output row, the first of them `at` bytes into the piece at `offset`. The
+// own sum comes first; one accumulator serves both sums.
+template <int kCount, int kTeam, typename Elem, typename Wide>
 __device__ void add_columns(const Team<kTeam, Wide>& team, const CombineInput& in, const RowTerms& row,
-                            const Item<Wide>& item, int64_t offset, const int (&at)[kTermColumns],
-                            uint4 (&out)[kTermColumns]) {
+                            const Item<Wide>& item, char* row_out, int64_t offset, int at) {
   using Math = RowMath<Elem>;
-  Wide total[kTermColumns][Math::kElems];
-  // `use(i, bytes)` for each column of a term.
-  const auto each = [&](const char* term, auto use) {
+  constexpr int kStep = kTeam * 512;
+  Wide total[kCount][Math::kElems];
+  uint4 out[kCount];
+  auto terms = team.terms();
+  // `use(i)` for each column.
+  const auto each = [&](auto use) {
 #pragma unroll
-    for (int i = 0; i < kTermColumns; ++i) {
-      use(i, read_16(term + at[i]));
+    for (int i = 0; i < kCount; ++i) {
+      use(i);
     }
   };
-  const auto round = [&] {
-#pragma unroll
-    for (int i = 0; i < kTermColumns; ++i) {
-      out[i] = Math::rounded(total[i]);
-    }
+  const auto add_term = [&] {
+    const char* const term = terms.next() + at;
+    each([&](int i) { Math::add(total[i], read_16(term + i * kStep)); });
   };
+  each([&](int i) { Math::begin(total[i]); });
   if (row.num_own == 0) {
-#pragma unroll
-    for (int i = 0; i < kTermColumns; ++i) {
-      out[i] = poison_or_zero(in, row.is_lost);
-    }
-  } else if (in.weights != nullptr) {
-    const Wide first = item.weight[0];
-    each(team.term(0), [&](int i, uint4 term) { Math::add_product(total[i], term, first, true); });
-#pragma unroll 1
-    for (int j = 1; j < row.num_own; ++j) {
-      const Wide weight = item.weight[j];
-      each(team.term(j), [&](int i, uint4 term) { Math::add_product(total[i], term, weight, false); });
-    }
-    round();
-  } else if (row.num_own == 1) {
-    each(team.term(0), [&](int i, uint4 term) { out[i] = term; });
+    each([&](int i) { out[i] = poison_or_zero(in, row.is_lost); });
+  } else if (row.num_own == 1 && in.weights == nullptr) {
+    const char* const term = terms.next() + at;
+    each([&](int i) { out[i] = read_16(term + i * kStep); });
   } else {
-    each(team.term(0), [&](int i, uint4 term) { Math::widen(term, total[i]); });
-#pragma unroll 1
-    for (int j = 1; j < row.num_own; ++j) {
-      each(team.term(j), [&](int i, uint4 term) { Math::add(total[i], term, false); });
+    if (in.weights != nullptr) {
+#pragma unroll 2
+      for (int j = 0; j < row.num_own; ++j) {
+        const Wide weight = item.weight[j];
+        const char* const term = terms.next() + at;
+        each([&](int i) { Math::add_product(total[i], read_16(term + i * kStep), weight); });
+      }
+    } else {
+#pragma unroll 2
+      for (int j = 0; j < row.num_own; ++j) {
+        add_term();
+      }
     }
-    round();
+    each([&](int i) { out[i] = Math::rounded(total[i]); });
   }
   // The sum at home: biases, then the ranks ascending. One term is the result as it is.
-  if (row.is_lost || (row.num_peers == 0 && row.bias[0] == nullptr)) {
-    return;
-  }
-  bool is_empty = true;
+  if (!row.is_lost && (row.num_peers > 0 || row.bias[0] != nullptr)) {
+    each([&](int i) { Math::begin(total[i]); });
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    if (row.bias[j] != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kTermColumns; ++i) {
-        Math::add(total[i], load_16(row.bias[j] + offset + at[i]), is_empty);
+    for (int j = 0; j < 2; ++j) {
+      if (row.bias[j] != nullptr) {
+        each([&](int i) { Math::add(total[i], load_16(row.bias[j] + offset + at + i * kStep)); });
       }
-      is_empty = false;
     }
-  }
 #pragma unroll 1
-  for (int j = 0; j <= row.num_peers; ++j) {
-    if (j == row.peers_before && row.num_own > 0) {
-#pragma unroll
-      for (int i = 0; i < kTermColumns; ++i) {
-        Math::add(total[i], out[i], is_empty);
+    for (int j = 0; j <= row.num_peers; ++j) {
+      if (j == row.peers_before && row.num_own > 0) {
+        each([&](int i) { Math::add(total[i], out[i]); });
       }
-      is_empty = false;
+      if (j < row.num_peers) {
+        add_term();
+      }
     }
-    if (j < row.num_peers) {
-      each(team.term(row.num_own + j), [&](int i, uint4 term) { Math::add(total[i], term, is_empty); });
-      is_empty = false;
-    }
+    each([&](int i) { out[i] = Math::rounded(total[i]); });
   }
-  round();
+  each([&](int i) { store_16(row_out + offset + at + i * kStep, out[i]); });
 }
 
 // By the adding warps of a team: adds up output rows [first, end); `out_of(i)` is where row i goes, `bias_of(i, j)` its
@@ -212,29 +201,22 @@ __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_
       const int num_bytes = static_cast<int>(min64(team.cut.piece_bytes, in.row_bytes - offset));
       team.wait_terms(num_terms);
       if (is_pair) {
-        const char *one = team.term(0), *other = team.term(1);
+        auto terms = team.terms();
+        const char *one = terms.next(), *other = terms.next();
 #pragma unroll 2
         for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
           Wide total[Math::kElems];
           Math::widen(read_16(one + at), total);
-          Math::add(total, read_16(other + at), false);
+          Math::add(total, read_16(other + at));
           store_16(out + offset + at, Math::rounded(total));
         }
       } else {
-        for (int at = team.thread() * 16; at < num_bytes; at += kTermColumns * kStep) {
-          int columns[kTermColumns];
-          uint4 sums[kTermColumns];
-#pragma unroll
-          for (int i = 0; i < kTermColumns; ++i) {  // behind the end of the piece: the first one again
-            columns[i] = at + i * kStep < num_bytes ? at + i * kStep : at;
-          }
-          add_columns<kTeam, Elem>(team, in, row, item, offset, columns, sums);
-#pragma unroll
-          for (int i = 0; i < kTermColumns; ++i) {
-            if (at + i * kStep < num_bytes) {
-              store_16(out + offset + at + i * kStep, sums[i]);
-            }
-          }
+        int at = team.thread() * 16;
+        for (; at + kStep < num_bytes; at += 2 * kStep) {
+          add_columns<2, kTeam, Elem>(team, in, row, item, out, offset, at);
+        }
+        if (at < num_bytes) {
+          add_columns<1, kTeam, Elem>(team, in, row, item, out, offset, at);
         }
       }
       team.release_terms(num_terms);

@@ -82,6 +82,25 @@ __device__ void describe_tokens(const World& world, const MoveInput& in, const M
   describe_rows(in, w, x, row, staged, count, items);
 }
 
+constexpr int kDots = 4;  // that are added up over a warp together, since a step of that takes a while
+
+// By a whole warp: the sums of each value over all lanes; lane `first` + k gets that of value k, the others 0. `first`
+// is a multiple of kDots.
+template <typename Wide>
+__device__ Wide spread_sums(const Wide (&values)[kDots], int first) {
+  static_assert(kDots == 4, "halves, then quarters of the warp");
+  const int lane = lane_idx();
+  const bool upper = (lane & 16) != 0, odd = (lane & 8) != 0;
+  const Wide low = (upper ? values[2] : values[0]) + __shfl_xor_sync(kFullWarp, upper ? values[0] : values[2], 16);
+  const Wide high = (upper ? values[3] : values[1]) + __shfl_xor_sync(kFullWarp, upper ? values[1] : values[3], 16);
+  Wide sum = (odd ? high : low) + __shfl_xor_sync(kFullWarp, odd ? low : high, 8);
+  for (int step = 4; step > 0; step /= 2) {
+    sum += __shfl_xor_sync(kFullWarp, sum, step);
+  }
+  const Wide mine = __shfl_sync(kFullWarp, sum, lane % kDots * 8);
+  return lane / kDots == first / kDots ? mine : Wide(0);
+}
+
 // By the adding warps of a team: rows [first, end) of the source. `staging` is where row 0 lies there, for those that
 // are staged.
 template <int kTeam, typename Elem, typename Wide>
@@ -102,34 +121,38 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
       // All lanes of a warp take all turns: they add up their parts of a product.
       for (int base = 0; base < num_bytes; base += kTermColumns * kStep) {
         const int at = base + team.thread() * 16;
+        auto terms = team.terms();
+        const char* const x_bytes = terms.next() + at;
         Wide x[kTermColumns][Math::kElems];
 #pragma unroll
         for (int i = 0; i < kTermColumns; ++i) {
-          const uint4 term =
-              at + i * kStep < num_bytes ? read_16(team.term(0) + at + i * kStep) : make_uint4(0, 0, 0, 0);
+          const uint4 term = at + i * kStep < num_bytes ? read_16(x_bytes + i * kStep) : make_uint4(0, 0, 0, 0);
           Math::widen(term, x[i]);
           if (is_staged && at + i * kStep < num_bytes) {
             store_16(staging + row * row_bytes + offset + at + i * kStep, term);
           }
         }
 #pragma unroll 1
-        for (int j = 0; j < num_places; ++j) {
-          char* out = in.rows[0].out + item.place[j] * row_bytes + offset;
-          const char* made = team.term(w.rows == nullptr ? 0 : 1 + j);
-          const Wide weight = item.weight[j];
-          Wide dot = 0;
+        for (int first_place = 0; first_place < num_places; first_place += kDots) {
+          Wide dot[kDots] = {};
 #pragma unroll
-          for (int i = 0; i < kTermColumns; ++i) {
-            if (at + i * kStep < num_bytes) {
-              store_16(out + at + i * kStep, Math::scale(x[i], weight));
-              dot += w.rows == nullptr ? Wide(0) : Math::dot(x[i], read_16(made + at + i * kStep));
+          for (int k = 0; k < kDots; ++k) {
+            const int j = first_place + k;
+            if (j < num_places) {
+              char* out = in.rows[0].out + item.place[j] * row_bytes + offset + at;
+              const char* made = w.rows == nullptr ? nullptr : terms.next() + at;
+              const Wide weight = item.weight[j];
+#pragma unroll
+              for (int i = 0; i < kTermColumns; ++i) {
+                if (at + i * kStep < num_bytes) {
+                  store_16(out + i * kStep, Math::scale(x[i], weight));
+                  dot[k] += made == nullptr ? Wide(0) : Math::dot(x[i], read_16(made + i * kStep));
+                }
+              }
             }
           }
           if (w.rows != nullptr) {
-            for (int step = 16; step > 0; step /= 2) {
-              dot += __shfl_xor_sync(kFullWarp, dot, step);
-            }
-            dots += lane_idx() == j ? dot : Wide(0);
+            dots += spread_sums(dot, first_place);
           }
         }
       }

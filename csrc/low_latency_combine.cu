@@ -88,14 +88,15 @@ __device__ void sum_piece(const LowLatencyCall& call, const LowLatencyTurn& turn
     }
   };
   float totals[kUnitsALane][kElems] = {};
-  bool is_first = true;
+  for (int i = 0; i < kUnitsALane && set.used != 0; ++i) {
+    Math::begin(totals[i]);
+  }
   const auto add = [&](int slot, const uint4(&units)[kUnitsALane]) {
     const float weight = in.weights[token * in.shape.num_topk + slot];
 #pragma unroll
     for (int i = 0; i < kUnitsALane; ++i) {
-      Math::add_product(totals[i], units[i], weight, is_first);
+      Math::add_product(totals[i], units[i], weight);
     }
-    is_first = false;
   };
   uint64_t left = set.used;
   while (left != 0) {  // two rows under way at a time

@@ -139,23 +139,29 @@ struct RowMath : Widening<Elem> {
     return dot(left, b);
   }
 
-  // total += term, or total = term where it is the first.
-  __device__ static void add(Wide (&total)[kElems], uint4 term, bool is_first) {
-    Wide values[kElems];
-    widen(term, values);
+  // What a sum begins with: -0, to which the first term adds as it is. To +0 it would not, where it is -0.
+  __device__ static void begin(Wide (&total)[kElems]) {
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {
-      total[i] = is_first ? values[i] : sum(total[i], values[i]);
+      total[i] = -Wide(0);
     }
   }
 
-  __device__ static void add_product(Wide (&total)[kElems], uint4 term, Wide weight, bool is_first) {
+  __device__ static void add(Wide (&total)[kElems], uint4 term) {
     Wide values[kElems];
     widen(term, values);
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {
-      const Wide value = product(values[i], weight);
-      total[i] = is_first ? value : sum(total[i], value);
+      total[i] = sum(total[i], values[i]);
+    }
+  }
+
+  __device__ static void add_product(Wide (&total)[kElems], uint4 term, Wide weight) {
+    Wide values[kElems];
+    widen(term, values);
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) {
+      total[i] = sum(total[i], product(values[i], weight));
     }
   }
 

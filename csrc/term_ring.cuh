@@ -17,7 +17,7 @@ constexpr int kMaxRingStages = 32;
 constexpr int kMaxTerms = 32;
 constexpr uint32_t kNoTicket = ~0u;
 
-constexpr int kTermColumns = 2;  // of 16 bytes that a thread adds up together, so that looking up a term serves two
+constexpr int kTermColumns = 2;  // of 16 bytes that a thread adds up together, so that looking up a term serves both
 
 // Teams of a block.
 template <int kTeam>
@@ -321,10 +321,12 @@ struct Team {
 
   // By the adding warps: until the `count` terms of the next piece have come. They stay until `release_terms`.
   __device__ void wait_terms(int count) {
-    for (int i = 0; i < count; ++i) {
-      const bool wraps = stage + i >= cut.num_stages;
-      wait_barrier(&state.full[stage + i - (wraps ? cut.num_stages : 0)], parity ^ (wraps ? 1 : 0));
+    if (lane_idx() < count) {
+      const int mine = stage + lane_idx();
+      const bool wraps = mine >= cut.num_stages;
+      wait_barrier(&state.full[mine - (wraps ? cut.num_stages : 0)], parity ^ (wraps ? 1 : 0));
     }
+    __syncwarp();  // what one lane has seen come, all may read
   }
 
   __device__ void release_terms(int count) {
@@ -336,10 +338,23 @@ struct Team {
     skip_stages(count);
   }
 
-  // Where a term of the piece lies.
-  __device__ const char* term(int number) const {
-    const int its = stage + number;
-    return stages + (its - (its >= cut.num_stages ? cut.num_stages : 0)) * cut.stage_bytes;
+  // Goes over the terms of the piece in hand, in their order.
+  struct Terms {
+    const char* stages;
+    int at;
+    int stage_bytes;
+    int ring_bytes;
+
+    __device__ const char* next() {
+      const char* const term = stages + at;
+      at += stage_bytes;
+      at = at == ring_bytes ? 0 : at;
+      return term;
+    }
+  };
+
+  __device__ Terms terms() const {
+    return {stages, stage * cut.stage_bytes, cut.stage_bytes, cut.num_stages * cut.stage_bytes};
   }
 
   // By the adding warps: waits for each other.
