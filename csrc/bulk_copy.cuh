@@ -11,6 +11,23 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same, which the compiler keeps where it would otherwise find it out again, from the number of the block, for
+// every access.
+__device__ inline uint32_t kept_shared_address(const void* pointer) {
+  uint32_t address;
+  asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(shared_address(pointer)));
+  return address;
+}
+
+__device__ inline uint4 load_shared_16(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 __device__ inline void init_barrier(uint64_t* barrier, uint32_t num_arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
 }

@@ -131,22 +131,22 @@ __device__ void add_columns(const Team<kTeam, Wide>& team, const CombineInput& i
     }
   };
   const auto add_term = [&] {
-    const char* const term = terms.next() + at;
-    each([&](int i) { Math::add(total[i], read_16(term + i * kStep)); });
+    const uint32_t term = terms.next() + at;
+    each([&](int i) { Math::add(total[i], load_shared_16(term + i * kStep)); });
   };
   each([&](int i) { Math::begin(total[i]); });
   if (row.num_own == 0) {
     each([&](int i) { out[i] = poison_or_zero(in, row.is_lost); });
   } else if (row.num_own == 1 && in.weights == nullptr) {
-    const char* const term = terms.next() + at;
-    each([&](int i) { out[i] = read_16(term + i * kStep); });
+    const uint32_t term = terms.next() + at;
+    each([&](int i) { out[i] = load_shared_16(term + i * kStep); });
   } else {
     if (in.weights != nullptr) {
 #pragma unroll 2
       for (int j = 0; j < row.num_own; ++j) {
         const Wide weight = item.weight[j];
-        const char* const term = terms.next() + at;
-        each([&](int i) { Math::add_product(total[i], read_16(term + i * kStep), weight); });
+        const uint32_t term = terms.next() + at;
+        each([&](int i) { Math::add_product(total[i], load_shared_16(term + i * kStep), weight); });
       }
     } else {
 #pragma unroll 2
@@ -202,12 +202,12 @@ __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_
       team.wait_terms(num_terms);
       if (is_pair) {
         auto terms = team.terms();
-        const char *one = terms.next(), *other = terms.next();
+        const uint32_t one = terms.next(), other = terms.next();
 #pragma unroll 2
         for (int at = team.thread() * 16; at < num_bytes; at += kStep) {
           Wide total[Math::kElems];
-          Math::widen(read_16(one + at), total);
-          Math::add(total, read_16(other + at));
+          Math::widen(load_shared_16(one + at), total);
+          Math::add(total, load_shared_16(other + at));
           store_16(out + offset + at, Math::rounded(total));
         }
       } else {
@@ -355,7 +355,7 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
   const int max_terms = (input.expert_major ? input.num_topk : 1) + call.world.size - 1;
-  for_team(input.row_bytes, [&](auto team) {
+  for_team(input.row_bytes, max_terms, [&](auto team) {
     constexpr int kTeam = decltype(team)::value;
     for_kind(kind, [&](auto elem) {
       constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;

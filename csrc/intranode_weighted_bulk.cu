@@ -105,7 +105,7 @@ __device__ Wide spread_sums(const Wide (&values)[kDots], int first) {
 // are staged.
 template <int kTeam, typename Elem, typename Wide>
 __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const MoveWeights& w, int64_t first,
-                           int64_t end, char* staging, Wide (*partial)[kMaxTerms]) {
+                           int64_t end, char* staging, Wide (*partial)[kTeam][kMaxTerms]) {
   using Math = RowMath<Elem>;
   constexpr int kStep = kTeam * 512;
   const int64_t row_bytes = in.rows[0].row_bytes;
@@ -122,11 +122,11 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
       for (int base = 0; base < num_bytes; base += kTermColumns * kStep) {
         const int at = base + team.thread() * 16;
         auto terms = team.terms();
-        const char* const x_bytes = terms.next() + at;
+        const uint32_t x_bytes = terms.next() + at;
         Wide x[kTermColumns][Math::kElems];
 #pragma unroll
         for (int i = 0; i < kTermColumns; ++i) {
-          const uint4 term = at + i * kStep < num_bytes ? read_16(x_bytes + i * kStep) : make_uint4(0, 0, 0, 0);
+          const uint4 term = at + i * kStep < num_bytes ? load_shared_16(x_bytes + i * kStep) : make_uint4(0, 0, 0, 0);
           Math::widen(term, x[i]);
           if (is_staged && at + i * kStep < num_bytes) {
             store_16(staging + row * row_bytes + offset + at + i * kStep, term);
@@ -140,13 +140,13 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
             const int j = first_place + k;
             if (j < num_places) {
               char* out = in.rows[0].out + item.place[j] * row_bytes + offset + at;
-              const char* made = w.rows == nullptr ? nullptr : terms.next() + at;
+              const uint32_t made = w.rows == nullptr ? 0 : terms.next() + at;
               const Wide weight = item.weight[j];
 #pragma unroll
               for (int i = 0; i < kTermColumns; ++i) {
                 if (at + i * kStep < num_bytes) {
                   store_16(out + i * kStep, Math::scale(x[i], weight));
-                  dot[k] += made == nullptr ? Wide(0) : Math::dot(x[i], read_16(made + i * kStep));
+                  dot[k] += w.rows == nullptr ? Wide(0) : Math::dot(x[i], load_shared_16(made + i * kStep));
                 }
               }
             }
@@ -159,16 +159,17 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
       team.release_terms(num_terms);
     }
     if (w.rows != nullptr) {
-      partial[team.thread() / 32][lane_idx()] = dots;
+      // Who comes to the next row's barrier has read what this row left, so two places are enough.
+      Wide(*const parts)[kMaxTerms] = partial[team.num_items % 2];
+      parts[team.thread() / 32][lane_idx()] = dots;
       team.sync_adders();
       if (team.thread() < num_places) {
         Wide sum = 0;
         for (int warp = 0; warp < kTeam; ++warp) {
-          sum += partial[warp][team.thread()];
+          sum += parts[warp][team.thread()];
         }
         static_cast<Wide*>(w.grad_weights)[item.place[team.thread()]] = sum;
       }
-      team.sync_adders();
     }
     team.release_item();
   }
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   using Wide = typename RowMath<Elem>::Wide;
   extern __shared__ __align__(128) char shared[];
   __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
-  __shared__ Wide partial[kNumTeams<kTeam>][kTeam][kMaxTerms];
+  __shared__ Wide partial[kNumTeams<kTeam>][2][kTeam][kMaxTerms];
   static_assert(kRingBytes + sizeof(states) + sizeof(partial) + 1024 <= 227 * 1024, "shared memory of an SM");
   const World& world = call.world;
   const Turn turn = turn_of(world);
@@ -285,16 +286,14 @@ __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __
 
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                                int num_sms, cudaStream_t stream) {
+  constexpr int kTeam = 4;
   const int max_terms = weights.rows == nullptr ? 1 : 1 + input.num_topk;
-  for_team(input.rows[0].row_bytes, [&](auto team) {
-    constexpr int kTeam = decltype(team)::value;
-    for_kind(kind, [&](auto elem) {
-      constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
-      allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
-      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
-          cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
-    });
+  for_kind(kind, [&](auto elem) {
+    constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
+    allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
+    kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
+        call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
+        cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");
 }

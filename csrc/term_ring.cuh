@@ -52,10 +52,10 @@ inline Cut cut_of(int64_t row_bytes, int max_terms) {
   return cut;
 }
 
-// What serves rows of this length.
+// What serves sums of so many rows of this length: few short ones leave little to do for a larger team.
 template <typename Launch>
-inline void for_team(int64_t row_bytes, Launch launch) {
-  if (row_bytes <= 4096) {
+inline void for_team(int64_t row_bytes, int max_terms, Launch launch) {
+  if (row_bytes <= 4096 && max_terms <= 2) {
     launch(std::integral_constant<int, 2>());
   } else {
     launch(std::integral_constant<int, 4>());
@@ -63,8 +63,6 @@ inline void for_team(int64_t row_bytes, Launch launch) {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-__device__ inline uint4 read_16(const char* shared) { return *reinterpret_cast<const uint4*>(shared); }
 
 // What an output row is made of. This rank's own terms are the first; a sum adds them apart, in slot order, and rounds.
 // Then come the sums of the peers, ascending, with the own one in its place behind `peers_before` of them.
@@ -109,6 +107,7 @@ template <int kTeam, typename Wide>
 struct Team {
   TeamState<Wide>& state;
   char* stages;
+  uint32_t stages_address;
   Cut cut;
   int stage = 0;
   uint32_t parity = 0;
@@ -120,6 +119,7 @@ struct Team {
   // By all threads of a block; `shared` holds kRingBytes.
   __device__ Team(char* shared, TeamState<Wide>* all, const Cut& how) : state(all[number()]), cut(how) {
     stages = shared + static_cast<int64_t>(number()) * how.num_stages * how.stage_bytes;
+    stages_address = kept_shared_address(stages);
     if (fetches() && lane_idx() < kMaxRingStages) {
       init_barrier(&state.full[lane_idx()], 1);
       init_barrier(&state.empty[lane_idx()], kTeam);
@@ -338,23 +338,21 @@ struct Team {
     skip_stages(count);
   }
 
-  // Goes over the terms of the piece in hand, in their order.
+  // Goes over the terms of the piece in hand, in their order: where each begins in shared memory.
   struct Terms {
-    const char* stages;
-    int at;
-    int stage_bytes;
-    int ring_bytes;
+    uint32_t upcoming, begin, end, stage_bytes;
 
-    __device__ const char* next() {
-      const char* const term = stages + at;
-      at += stage_bytes;
-      at = at == ring_bytes ? 0 : at;
+    __device__ uint32_t next() {
+      const uint32_t term = upcoming;
+      upcoming += stage_bytes;
+      upcoming = upcoming == end ? begin : upcoming;
       return term;
     }
   };
 
   __device__ Terms terms() const {
-    return {stages, stage * cut.stage_bytes, cut.stage_bytes, cut.num_stages * cut.stage_bytes};
+    const uint32_t begin = stages_address, bytes = cut.stage_bytes;
+    return {begin + stage * bytes, begin, begin + cut.num_stages * bytes, bytes};
   }
 
   // By the adding warps: waits for each other.
