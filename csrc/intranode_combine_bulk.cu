@@ -115,9 +115,9 @@ struct RowTerms {
 
 // By a thread that adds: kCount columns of an output row, the first of them `at` bytes into the piece at `offset`. The
 // own sum comes first; one accumulator serves both sums.
-template <int kCount, int kTeam, typename Elem, typename Wide>
-__device__ void add_columns(const Team<kTeam, Wide>& team, const CombineInput& in, const RowTerms& row,
-                            const Item<Wide>& item, char* row_out, int64_t offset, int at) {
+template <int kCount, typename Elem, typename Wide>
+__device__ void add_columns(const Team<Wide>& team, const CombineInput& in, const RowTerms& row, const Item<Wide>& item,
+                            char* row_out, int64_t offset, int at) {
   using Math = RowMath<Elem>;
   constexpr int kStep = kTeam * 512;
   Wide total[kCount][Math::kElems];
@@ -181,8 +181,8 @@ __device__ void add_columns(const Team<kTeam, Wide>& team, const CombineInput& i
 
 // By the adding warps of a team: adds up output rows [first, end); `out_of(i)` is where row i goes, `bias_of(i, j)` its
 // first terms, or null.
-template <int kTeam, typename Elem, typename Wide, typename OutOf, typename BiasOf>
-__device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_t first, int64_t end, OutOf out_of,
+template <typename Elem, typename Wide, typename OutOf, typename BiasOf>
+__device__ void add_rows(Team<Wide>& team, const CombineInput& in, int64_t first, int64_t end, OutOf out_of,
                          BiasOf bias_of) {
   using Math = RowMath<Elem>;
   constexpr int kStep = kTeam * 512;
@@ -213,10 +213,10 @@ __device__ void add_rows(Team<kTeam, Wide>& team, const CombineInput& in, int64_
       } else {
         int at = team.thread() * 16;
         for (; at + kStep < num_bytes; at += 2 * kStep) {
-          add_columns<2, kTeam, Elem>(team, in, row, item, out, offset, at);
+          add_columns<2, Elem>(team, in, row, item, out, offset, at);
         }
         if (at < num_bytes) {
-          add_columns<1, kTeam, Elem>(team, in, row, item, out, offset, at);
+          add_columns<1, Elem>(team, in, row, item, out, offset, at);
         }
       }
       team.release_terms(num_terms);
@@ -232,16 +232,16 @@ __device__ Span rows_to_reduce(const World& world, const CombineInput& in, const
   return part_of(chunk_rows[0], chunk_rows[1], work.part);
 }
 
-template <int kTeam, typename Elem>
-__global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
+template <typename Elem>
+__global__ void __launch_bounds__(kRingThreads, 1)
     moe_ep_combine_bulk(const __grid_constant__ Call call, const __grid_constant__ CombineInput in, const Cut cut) {
   using Wide = typename RowMath<Elem>::Wide;
   extern __shared__ __align__(128) char shared[];
-  __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
+  __shared__ TeamState<Wide> states[kNumTeams];
   static_assert(kRingBytes + sizeof(states) + 1024 <= 227 * 1024, "shared memory of an SM");
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  Team<kTeam, Wide> team(shared, states, cut);
+  Team<Wide> team(shared, states, cut);
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
   __shared__ uint32_t worst_verdict;
   if (threadIdx.x == 0) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   const auto at_home = [&](int64_t token, int count, auto& items) {
     describe_at_home(world, in, turn, lost, token, count, items);
   };
-  if (begun && team.fetches()) {
+  if (begun && team.looks_up()) {
     team.draw_ticket(world.state);
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
@@ -276,17 +276,36 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         break;
       }
       if (work.kind == CombineWork::kHome) {
-        fence_copy_engine();
         const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
-        team.fetch(in.row_bytes, span.first, span.first + span.count, at_home);
+        team.look_up(in.row_bytes, span.first, span.first + span.count, at_home);
       } else if (!overflowed) {
         const Span span = rows_to_reduce(world, in, work);
         if (in.expert_major) {
-          team.fetch(in.row_bytes, span.first, span.first + span.count, for_peer);
+          team.look_up(in.row_bytes, span.first, span.first + span.count, for_peer);
+        } else {
+          team.pass_by(in.row_bytes, span.count);
+        }
+      }
+    }
+  } else if (begun && team.fetches()) {
+    for (;;) {
+      const uint32_t ticket = team.get_ticket();
+      const CombineWork work = combine_work(world, in, ticket, most);
+      if (ticket == kNoTicket || work.kind == CombineWork::kEnd) {
+        break;
+      }
+      if (work.kind == CombineWork::kHome) {
+        fence_copy_engine();
+        team.fetch(in.row_bytes, part_of_tokens(in.num_tokens, work.chunk, work.part).count);
+      } else if (!overflowed) {
+        const Span span = rows_to_reduce(world, in, work);
+        if (in.expert_major) {
+          team.fetch(in.row_bytes, span.count);
         } else {
           team.fetch_rows(in.rows, in.row_bytes, span.first, span.first + span.count);
         }
       }
+      team.release_ticket();
     }
   } else if (begun) {
     for (;;) {
@@ -304,13 +323,13 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
           slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
       if (!team.sends()) {
         if (is_home) {
-          add_rows<kTeam, Elem>(
+          add_rows<Elem>(
               team, in, span.first, end, [&](int64_t token) { return in.y + token * in.row_bytes; },
               [&](int64_t token, int i) {
                 return in.bias[i] == nullptr ? nullptr : in.bias[i] + token * in.row_bytes;
               });
         } else if (!is_copied && !overflowed) {  // of an overflow the header tells
-          add_rows<kTeam, Elem>(
+          add_rows<Elem>(
               team, in, span.first, end, [&](int64_t row) { return staging + row * in.row_bytes; },
               [](int64_t, int) -> const char* { return nullptr; });
         }
@@ -346,7 +365,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
 
 #else
 
-template <int kTeam, typename Elem>
+template <typename Elem>
 __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_constant__ CombineInput, const Cut) {}
 
 #endif
@@ -355,15 +374,11 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
   const int max_terms = (input.expert_major ? input.num_topk : 1) + call.world.size - 1;
-  for_team(input.row_bytes, max_terms, [&](auto team) {
-    constexpr int kTeam = decltype(team)::value;
-    for_kind(kind, [&](auto elem) {
-      constexpr auto kernel = moe_ep_combine_bulk<kTeam, decltype(elem)>;
-      allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
-      kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-          call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)),
-          cut_of<kTeam>(input.row_bytes, max_terms));
-    });
+  for_kind(kind, [&](auto elem) {
+    constexpr auto kernel = moe_ep_combine_bulk<decltype(elem)>;
+    allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
+    kernel<<<num_sms, kRingThreads, kRingBytes, stream>>>(call, with_lead(input, call.world, tickets_in_hand(num_sms)),
+                                                          cut_of(input.row_bytes, max_terms));
   });
   check_cuda(cudaGetLastError(), "combine: the launch");
 }

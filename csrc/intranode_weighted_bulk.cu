@@ -103,9 +103,9 @@ __device__ Wide spread_sums(const Wide (&values)[kDots], int first) {
 
 // By the adding warps of a team: rows [first, end) of the source. `staging` is where row 0 lies there, for those that
 // are staged.
-template <int kTeam, typename Elem, typename Wide>
-__device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const MoveWeights& w, int64_t first,
-                           int64_t end, char* staging, Wide (*partial)[kTeam][kMaxTerms]) {
+template <typename Elem, typename Wide>
+__device__ void weigh_rows(Team<Wide>& team, const MoveInput& in, const MoveWeights& w, int64_t first, int64_t end,
+                           char* staging, Wide (*partial)[kTeam][kMaxTerms]) {
   using Math = RowMath<Elem>;
   constexpr int kStep = kTeam * 512;
   const int64_t row_bytes = in.rows[0].row_bytes;
@@ -175,18 +175,18 @@ __device__ void weigh_rows(Team<kTeam, Wide>& team, const MoveInput& in, const M
   }
 }
 
-template <int kTeam, typename Elem>
-__global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
+template <typename Elem>
+__global__ void __launch_bounds__(kRingThreads, 1)
     moe_ep_move_weighted_bulk(const __grid_constant__ Call call, const __grid_constant__ MoveInput in,
                               const __grid_constant__ MoveWeights w, const Cut cut) {
   using Wide = typename RowMath<Elem>::Wide;
   extern __shared__ __align__(128) char shared[];
-  __shared__ TeamState<Wide> states[kNumTeams<kTeam>];
-  __shared__ Wide partial[kNumTeams<kTeam>][2][kTeam][kMaxTerms];
+  __shared__ TeamState<Wide> states[kNumTeams];
+  __shared__ Wide partial[kNumTeams][2][kTeam][kMaxTerms];
   static_assert(kRingBytes + sizeof(states) + sizeof(partial) + 1024 <= 227 * 1024, "shared memory of an SM");
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  Team<kTeam, Wide> team(shared, states, cut);
+  Team<Wide> team(shared, states, cut);
   __shared__ uint32_t worst_verdict;
   if (threadIdx.x == 0) {
     worst_verdict = kGo;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
   LateVerdict late_verdict = {&worst_verdict};
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;
   const int most = most_chunks(in.geometry, world.size);
-  if (begun && team.fetches()) {
+  if (begun && team.looks_up()) {
     team.draw_ticket(world.state);
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
@@ -210,18 +210,32 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
         break;
       }
       if (pulls) {
-        fence_copy_engine();
         const Span span = rows_of(world, in, work);
         const Place source = source_place(world, in, turn, work.source, 0);
-        team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
-                   [&](int64_t row, int count, auto& items) { describe_pulled(in, w, source, row, count, items); });
+        team.look_up(in.rows[0].row_bytes, span.first, span.first + span.count,
+                     [&](int64_t row, int count, auto& items) { describe_pulled(in, w, source, row, count, items); });
       } else if (work.kind == MoveWork::kOwn) {
         const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
-        team.fetch(in.rows[0].row_bytes, span.first, span.first + span.count,
-                   [&](int64_t token, int count, auto& items) {
-                     describe_tokens(world, in, w, overflowed, token, count, items);
-                   });
+        team.look_up(in.rows[0].row_bytes, span.first, span.first + span.count,
+                     [&](int64_t token, int count, auto& items) {
+                       describe_tokens(world, in, w, overflowed, token, count, items);
+                     });
       }
+    }
+  } else if (begun && team.fetches()) {
+    for (;;) {
+      const uint32_t ticket = team.get_ticket();
+      const MoveWork work = move_work(world, in, ticket, most);
+      if (ticket == kNoTicket || work.kind == MoveWork::kEnd) {
+        break;
+      }
+      if (work.kind == MoveWork::kPull && !overflowed) {
+        fence_copy_engine();
+        team.fetch(in.rows[0].row_bytes, rows_of(world, in, work).count);
+      } else if (work.kind == MoveWork::kOwn) {
+        team.fetch(in.rows[0].row_bytes, part_of_tokens(in.num_tokens, work.chunk, work.part).count);
+      }
+      team.release_ticket();
     }
   } else if (begun) {
     for (;;) {
@@ -240,11 +254,11 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
       } else {
         if (work.kind == MoveWork::kOwn) {
           const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
-          weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, slot_of(world, world.rank, turn),
-                                  partial[team.number()]);
+          weigh_rows<Elem>(team, in, w, span.first, span.first + span.count, slot_of(world, world.rank, turn),
+                           partial[team.number()]);
         } else if (work.kind == MoveWork::kPull && !overflowed) {
           const Span span = rows_of(world, in, work);
-          weigh_rows<kTeam, Elem>(team, in, w, span.first, span.first + span.count, nullptr, partial[team.number()]);
+          weigh_rows<Elem>(team, in, w, span.first, span.first + span.count, nullptr, partial[team.number()]);
         } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
           const Span span = padding_of(world, in, work);
           pad_rows(in, span, team.thread(), kTeam * 32);
@@ -276,7 +290,7 @@ __global__ void __launch_bounds__(kRingThreads<kTeam>, 1)
 
 #else
 
-template <int kTeam, typename Elem>
+template <typename Elem>
 __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __grid_constant__ MoveInput,
                                           const __grid_constant__ MoveWeights, const Cut) {}
 
@@ -286,14 +300,12 @@ __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __
 
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                                int num_sms, cudaStream_t stream) {
-  constexpr int kTeam = 4;
   const int max_terms = weights.rows == nullptr ? 1 : 1 + input.num_topk;
   for_kind(kind, [&](auto elem) {
-    constexpr auto kernel = moe_ep_move_weighted_bulk<kTeam, decltype(elem)>;
+    constexpr auto kernel = moe_ep_move_weighted_bulk<decltype(elem)>;
     allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
-    kernel<<<num_sms, kRingThreads<kTeam>, kRingBytes, stream>>>(
-        call, with_lead(input, call.world, tickets_in_hand<kTeam>(num_sms)), weights,
-        cut_of<kTeam>(input.rows[0].row_bytes, max_terms));
+    kernel<<<num_sms, kRingThreads, kRingBytes, stream>>>(call, with_lead(input, call.world, tickets_in_hand(num_sms)),
+                                                          weights, cut_of(input.rows[0].row_bytes, max_terms));
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");
 }

@@ -1,10 +1,9 @@
-// Rows on their way to a sum, sm_90 and later. A team is one warp that fetches, kTeam warps that add, and one that
-// sends. What an output row is made of, its terms, comes into a ring of stages by the copy engine; the fetching warp
-// runs ahead by the length of the ring, across pieces, rows and tickets. The sending warp posts flags, since a flag
-// waits for stores, and copies rows that need no sum.
+// Rows on their way to a sum, sm_90 and later. A team is a warp that looks up, one that fetches, kTeam warps that add,
+// and one that sends. The first takes tickets, waits for peers and writes items: what an output row is made of, its
+// terms. These come into a ring of stages by the copy engine; the fetching warp runs ahead by the length of that ring,
+// the one that looks up by the length of the ring of items, across pieces, rows and tickets. The sending warp posts
+// flags, since a flag waits for stores, and copies rows that need no sum.
 #pragma once
-
-#include <type_traits>
 
 #include "bulk_copy.cuh"
 #include "exchange_device.cuh"
@@ -19,17 +18,13 @@ constexpr uint32_t kNoTicket = ~0u;
 
 constexpr int kTermColumns = 2;  // of 16 bytes that a thread adds up together, so that looking up a term serves both
 
-// Teams of a block.
-template <int kTeam>
-constexpr int kNumTeams = kTeam == 2 ? 5 : 3;
-template <int kTeam>
-constexpr int kRingThreads = kNumTeams<kTeam> * (kTeam + 2) * 32;
+constexpr int kNumTeams = 3;  // of a block
+constexpr int kTeam = 4;
+constexpr int kTeamWarps = kTeam + 3;
+constexpr int kRingThreads = kNumTeams * kTeamWarps * 32;
 
 // Of all teams of a launch: one that rows come for, one that they are added up of, one that is drawn.
-template <int kTeam>
-inline int tickets_in_hand(int num_sms) {
-  return 3 * kNumTeams<kTeam> * num_sms;
-}
+inline int tickets_in_hand(int num_sms) { return 3 * kNumTeams * num_sms; }
 
 // How rows of some length are cut: so that all terms of a piece, and half of the next, lie in the ring together.
 struct Cut {
@@ -38,9 +33,8 @@ struct Cut {
   int num_stages;  // of a team
 };
 
-template <int kTeam>
 inline Cut cut_of(int64_t row_bytes, int max_terms) {
-  constexpr int kRing = kRingBytes / kNumTeams<kTeam>;
+  constexpr int kRing = kRingBytes / kNumTeams;
   constexpr int kPass = kTeam * kTermColumns * 512;  // that the team adds up at once
   const int fit = kRing * 2 / (3 * max_terms), step = fit > kPass ? kPass : 128;
   const int most = fit / step * step < kMaxPieceBytes ? fit / step * step : kMaxPieceBytes;
@@ -50,16 +44,6 @@ inline Cut cut_of(int64_t row_bytes, int max_terms) {
   cut.stage_bytes = (cut.piece_bytes + 127) / 128 * 128;
   cut.num_stages = kRing / cut.stage_bytes < kMaxRingStages ? kRing / cut.stage_bytes : kMaxRingStages;
   return cut;
-}
-
-// What serves sums of so many rows of this length: few short ones leave little to do for a larger team.
-template <typename Launch>
-inline void for_team(int64_t row_bytes, int max_terms, Launch launch) {
-  if (row_bytes <= 4096 && max_terms <= 2) {
-    launch(std::integral_constant<int, 2>());
-  } else {
-    launch(std::integral_constant<int, 4>());
-  }
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -79,18 +63,17 @@ struct Item {
 };
 
 // One team's part of shared memory beside its stages. `full` is for the warps that add, `empty` for the one that
-// fetches. Tickets and items are handed on in rings of their own.
+// fetches. Tickets and items are handed on in rings of their own, to all warps but the one that looks up.
 constexpr int kItems = 8;
 constexpr int kDescribed = 4;  // rows that are looked up together, since one look-up waits as long as some
 
 constexpr int kTickets = 4;
 
-// What comes of a ticket begins at this place of the rings.
+// What comes of a ticket begins behind so many items and terms, pieces of rows, of the tickets before.
 struct Begin {
   uint32_t ticket;
   uint32_t num_items;
-  int stage;
-  uint32_t parity;
+  uint32_t num_terms;
 };
 
 template <typename Wide>
@@ -103,7 +86,7 @@ struct TeamState {
   Item<Wide> items[kItems];
 };
 
-template <int kTeam, typename Wide>
+template <typename Wide>
 struct Team {
   TeamState<Wide>& state;
   char* stages;
@@ -112,8 +95,9 @@ struct Team {
   int stage = 0;
   uint32_t parity = 0;
   uint32_t num_items = 0;
-  uint32_t num_tickets = 0;  // so far; of a warp that adds or sends, those before the one in hand
-  uint32_t upcoming = 0;     // ticket, in lane 0 of the fetching warp: drawn early, since drawing takes a while
+  uint32_t num_terms = 0;    // of the warp that looks up
+  uint32_t num_tickets = 0;  // so far; of the other warps those before the one in hand
+  uint32_t upcoming = 0;     // ticket, in lane 0 of the warp that looks up: drawn early, since drawing takes a while
   bool had_last = true;      // of a warp that adds or sends: the rows of the last ticket were for it
 
   // By all threads of a block; `shared` holds kRingBytes.
@@ -125,11 +109,11 @@ struct Team {
       init_barrier(&state.empty[lane_idx()], kTeam);
       if (lane_idx() < kItems) {
         init_barrier(&state.item_full[lane_idx()], 1);
-        init_barrier(&state.item_empty[lane_idx()], kTeam);
+        init_barrier(&state.item_empty[lane_idx()], kTeam + 1);
       }
       if (lane_idx() < kTickets) {
         init_barrier(&state.ticket_full[lane_idx()], 1);
-        init_barrier(&state.ticket_empty[lane_idx()], kTeam + 1);
+        init_barrier(&state.ticket_empty[lane_idx()], kTeam + 2);
         init_barrier(&state.passed[lane_idx()], kTeam + 1);
       }
     }
@@ -137,11 +121,16 @@ struct Team {
     __syncthreads();
   }
 
-  __device__ static int number() { return warp_idx() / (kTeam + 2); }
-  __device__ static bool fetches() { return warp_idx() % (kTeam + 2) == kTeam; }
-  __device__ static bool sends() { return warp_idx() % (kTeam + 2) == kTeam + 1; }
+  __device__ static int number() { return warp_idx() / kTeamWarps; }
+  __device__ static bool looks_up() { return warp_idx() % kTeamWarps == kTeam; }
+  __device__ static bool fetches() { return warp_idx() % kTeamWarps == kTeam + 1; }
+  __device__ static bool sends() { return warp_idx() % kTeamWarps == kTeam + 2; }
   // Of a thread that adds, among those of its team.
-  __device__ static int thread() { return warp_idx() % (kTeam + 2) * 32 + lane_idx(); }
+  __device__ static int thread() { return warp_idx() % kTeamWarps * 32 + lane_idx(); }
+
+  __device__ uint32_t pieces_of(int64_t row_bytes) const {
+    return static_cast<uint32_t>((row_bytes + cut.piece_bytes - 1) / cut.piece_bytes);
+  }
 
   __device__ void skip_stages(int count) {
     stage += count;
@@ -151,41 +140,42 @@ struct Team {
     }
   }
 
-  // By the fetching warp, before its first ticket.
+  // By the warp that looks up, before its first ticket.
   __device__ void draw_ticket(State* rank_state) {
     if (lane_idx() == 0) {
       upcoming = atomicAdd(&rank_state->next_ticket, 1u);
     }
   }
 
-  // By the fetching warp. It works off its tickets in order, so holding the next one keeps nobody waiting for ever.
+  // By the warp that looks up. A team works off its tickets in order, so holding the next one keeps nobody waiting for
+  // ever.
   __device__ uint32_t take_ticket(State* rank_state) {
     const uint32_t ticket = __shfl_sync(kFullWarp, upcoming, 0);
     draw_ticket(rank_state);
     return ticket;
   }
 
-  // By the fetching warp: tells the others. kNoTicket: nothing comes any more.
+  // By the warp that looks up: tells the others. kNoTicket: nothing comes any more.
   __device__ void hand_on(uint32_t ticket) {
     const uint32_t slot = num_tickets % kTickets;
     if (lane_idx() == 0) {
       wait_barrier(&state.ticket_empty[slot], (num_tickets / kTickets + 1) % 2);
-      state.begins[slot] = {ticket, num_items, stage, parity};
+      state.begins[slot] = {ticket, num_items, num_terms};
       arrive(&state.ticket_full[slot]);
     }
     ++num_tickets;
     __syncwarp();
   }
 
-  // By the other warps: the same tickets. For each of them a warp says once whether its rows are for it (`begin_rows`),
-  // once that it has passed them, and once that it needs the ticket no more.
+  // By the other warps: the same tickets. For each of them a warp says once that it needs the ticket no more, and one
+  // that adds or sends says once whether its rows are for it (`begin_rows`), and once that it has passed them.
   __device__ uint32_t get_ticket() {
     const uint32_t slot = num_tickets % kTickets;
     wait_barrier(&state.ticket_full[slot], num_tickets / kTickets % 2);
     const Begin& begin = state.begins[slot];
     num_items = begin.num_items;
-    stage = begin.stage;
-    parity = begin.parity;
+    stage = static_cast<int>(begin.num_terms % cut.num_stages);
+    parity = begin.num_terms / cut.num_stages % 2;
     return begin.ticket;
   }
 
@@ -217,10 +207,11 @@ struct Team {
     ++num_tickets;
   }
 
-  // By the fetching warp: says what output rows [first, end) are made of and brings their terms, piece by piece, a lane
-  // a term. `describe(row, count, items)`, by all lanes, writes the `count` (at most kDescribed) items from `row` on.
+  // By the warp that looks up: says what output rows [first, end) are made of. `describe(row, count, items)`, by all
+  // lanes, writes the `count` (at most kDescribed) items from `row` on.
   template <typename Describe>
-  __device__ void fetch(int64_t row_bytes, int64_t first, int64_t end, Describe describe) {
+  __device__ void look_up(int64_t row_bytes, int64_t first, int64_t end, Describe describe) {
+    const uint32_t num_pieces = pieces_of(row_bytes);
     for (int64_t row = first; row < end; row += kDescribed) {
       const int count = static_cast<int>(min64(kDescribed, end - row));
       Item<Wide>* items[kDescribed];
@@ -234,16 +225,31 @@ struct Team {
       }
       describe(row, count, items);
       __syncwarp();
+      for (int i = 0; i < count; ++i) {
+        num_terms += state.items[(num_items + i) % kItems].count * num_pieces;
+      }
+      __syncwarp();  // what is handed on may be written over
       if (lane_idx() < count) {
         arrive(&state.item_full[(num_items + lane_idx()) % kItems]);
-      }
-      for (int i = 0; i < count; ++i) {
-        fetch_terms(row_bytes, state.items[(num_items + i) % kItems]);
       }
       num_items += count;
     }
   }
 
+  // By the warp that looks up: rows that come without items.
+  __device__ void pass_by(int64_t row_bytes, int64_t num_rows) {
+    num_terms += static_cast<uint32_t>(num_rows) * pieces_of(row_bytes);
+  }
+
+  // By the fetching warp: brings the terms of the next `num_rows` items.
+  __device__ void fetch(int64_t row_bytes, int64_t num_rows) {
+    for (int64_t i = 0; i < num_rows; ++i) {
+      fetch_terms(row_bytes, next_item());
+      release_item();
+    }
+  }
+
+  // Piece by piece, a lane a term.
   __device__ void fetch_terms(int64_t row_bytes, const Item<Wide>& item) {
     const int count = item.count, lane = lane_idx();
     for (int64_t offset = 0; offset < row_bytes && count > 0; offset += cut.piece_bytes) {
@@ -304,7 +310,7 @@ struct Team {
     __syncwarp();
   }
 
-  // By the adding warps: what the next output row is made of, until `release`.
+  // By the warps that fetch and add: what the next output row is made of, until `release_item`.
   __device__ const Item<Wide>& next_item() {
     const uint32_t slot = num_items % kItems;
     wait_barrier(&state.item_full[slot], num_items / kItems % 2);
