@@ -1,4 +1,4 @@
-"""Backend `intranode` without a GPU: a node whose kernels only keep the books, and streams that only note their order.
+"""Backend `intranode` without a GPU: a node whose kernels only keep the books.
 
 The ranks of a `FakeNode` are threads of one process (`run`), or one rank each of several processes that share a real
 store. A `FakeExchange` has the methods of `moe_ep._native_exchange.NativeExchange`. It does not move rows; it keeps
@@ -30,6 +30,7 @@ from moe_ep.backends import node_calls, node_memory
 from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.header import ERRORS
 from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
+from tests.fake_streams import FakeEvent, FakeStream
 
 PAGE_BYTES = 2 << 20
 OPERATION_WORD, HANDLE_WORD, HIDDEN_WORD, DTYPE_WORD = 0, 2, 3, 6  # csrc/exchange.h
@@ -156,43 +157,6 @@ def _memory_of(rows: Any, device: str) -> Tensor:
     assert not is_read_only
     whole = torch.frombuffer((ctypes.c_ubyte * max(1, num_bytes)).from_address(address), dtype=torch.uint8)
     return whole[:num_bytes]
-
-
-class FakeEvent:
-    """Keeps which stream it was recorded on, and how much of that stream's past it stands for."""
-
-    def __init__(self) -> None:
-        self.stream: FakeStream | None = None
-        self.num_done = 0
-        self.has_fired = True
-
-    def record(self, stream: FakeStream) -> None:
-        self.stream, self.num_done = stream, len(stream.past)
-
-    def query(self) -> bool:
-        return self.has_fired
-
-
-class FakeStream:
-    """A stream as the list of what it does: waits for a place of another stream, or a launch."""
-
-    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
-        self.priority = priority
-        self.past: list[object] = []
-        self.num_synchronizes = 0
-
-    @property
-    def cuda_stream(self) -> int:
-        return id(self)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.past.append(event.stream)
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.past.append(stream)
-
-    def synchronize(self) -> None:
-        self.num_synchronizes += 1
 
 
 class KernelSizes:
