@@ -107,9 +107,11 @@ def measure(world: World, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """A layer with its inputs. `dtype` is that of the record: "fp8" for experts in FP8."""
+    """A layer with its inputs. `dtype` and `system` are those of the record: "fp8" for experts in FP8, and what
+    multiplies them where that is not Transformer Engine."""
 
     dtype: str
+    system: str
     layer: moe_ep.MoELayer
     x: Tensor
     step: Call
@@ -140,7 +142,8 @@ def _make_variant(world: World, shape: LayerShape, settings: Settings, fp8: str 
         g = torch.Generator(device=world.device).manual_seed(100 + world.rank)
         x = torch.randn(shape.tokens, shape.hidden, generator=g, dtype=dtype).requires_grad_()
         dy = torch.randn(shape.tokens, shape.hidden, generator=g, dtype=dtype)
-    return Variant(_dtype_name(world) if fp8 is None else "fp8", layer, x, _step(layer, x, dy))
+    system = "moe_ep" if fp8 is None or settings.fp8_gemm == "te" else f"moe_ep, gemm {settings.fp8_gemm}"
+    return Variant(_dtype_name(world) if fp8 is None else "fp8", system, layer, x, _step(layer, x, dy))
 
 
 def _measure_shape(
@@ -194,7 +197,7 @@ def _report(
             figures[f"{op.replace('_fwd_bwd', '')}_{part}"] = Times(mean, mean, mean, None, None)
     exchange = Exchange(shape.shared_ffn is None, layer.buffer.backend_name, num_sms, remote, top)
     origin = records.Origin.here()
-    rows = [_record(world, routed, key, variant.dtype, figure, exchange, origin) for key, figure in figures.items()]
+    rows = [_record(world, routed, key, variant, figure, exchange, origin) for key, figure in figures.items()]
     if world.rank == 0:
         print(f"{variant.dtype}, {op}: {_text(name, shape, world, times, split)}", flush=True)
         for kernel, each, launches in longest(spans, PROFILED_STEPS, 12):
@@ -217,7 +220,7 @@ class Exchange:
 
 
 def _record(
-    world: World, shape: Shape, op: str, dtype: str, times: Times, exchange: Exchange, origin: records.Origin
+    world: World, shape: Shape, op: str, variant: Variant, times: Times, exchange: Exchange, origin: records.Origin
 ) -> records.Record:
     moves = op.startswith("layer_fwd_bwd") or op.endswith("_exchange")
     return records.filled(
@@ -228,11 +231,11 @@ def _record(
         exchange.ceiling_gbps,
         origin,
         op=op if exchange.is_marked else op.replace("layer", "layer_shared", 1),
-        system="moe_ep",
+        system=variant.system,
         backend=exchange.backend,
         transport="collectives" if exchange.backend == "torch" else "sm",
         layout="expert_major",
-        dtype=dtype,
+        dtype=variant.dtype,
         num_sms=exchange.num_sms,
         registered=False,
     )
