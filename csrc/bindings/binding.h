@@ -9,7 +9,7 @@
 #include <string>
 
 #include "common/check.h"
-#include "fp8/cast.h"
+#include "common/row_type.h"
 
 namespace moe_ep {
 

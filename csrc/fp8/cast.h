@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-namespace moe_ep {
+#include "common/row_type.h"
 
-enum class RowType { kBFloat16, kFloat16, kFloat32 };
+namespace moe_ep {
 
 // Writes x / scale as e4m3 and the scale of each block. The arithmetic is that of moe_ep/fp8.py, bit for bit.
 //

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "fp8/cast.h"
+#include "common/row_type.h"
 
 namespace moe_ep {
 
