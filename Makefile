@@ -10,7 +10,7 @@ CONFIG ?= configs/tiny_cpu.yaml
 # One thread a process: the tests and the demo start several processes, which would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-CSRC := $(sort $(foreach folder,csrc csrc/nvshmem,$(foreach kind,cpp cu cuh h,$(wildcard $(folder)/*.$(kind)))))
+CSRC := $(sort $(foreach kind,cpp cu cuh h,$(wildcard csrc/*/*.$(kind))))
 NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 ARCHS := sm_80 sm_90a sm_100a
 
@@ -69,8 +69,9 @@ else
 endif
 
 NVCC_FLAGS := -std=c++17 -O3 -Icsrc -Xcompiler=-fPIC,-Wall,-Wextra -Werror=all-warnings
-KERNELS := $(patsubst csrc/%.cu,%.o,$(wildcard csrc/*.cu))
-BINDINGS := $(patsubst csrc/%.cpp,build/csrc/host/%.o,$(wildcard csrc/*.cpp))
+SOURCES := $(filter-out csrc/nvshmem/%,$(CSRC))
+KERNELS := $(patsubst csrc/%.cu,%.o,$(filter %.cu,$(SOURCES)))
+BINDINGS := $(patsubst csrc/%.cpp,build/csrc/host/%.o,$(filter %.cpp,$(SOURCES)))
 
 csrc-objects: $(BINDINGS) $(foreach arch,$(ARCHS),$(addprefix build/csrc/$(arch)/,$(KERNELS)))
 
@@ -86,7 +87,7 @@ endef
 $(foreach arch,$(ARCHS),$(eval $(call kernel_rule,$(arch))))
 
 # The rails over NVSHMEM as one extension for all architectures, linked with the device library of its wheel.
-NVSHMEM_SOURCES := csrc/rail.cpp $(wildcard csrc/nvshmem/*.c*)
+NVSHMEM_SOURCES := csrc/internode/rail.cpp $(wildcard csrc/nvshmem/*.c*)
 csrc-nvshmem: build/csrc/nvshmem/_C_nvshmem.so
 
 build/csrc/nvshmem/_C_nvshmem.so: $(CSRC) Makefile

@@ -113,20 +113,25 @@ class NvccBuild(build_ext):
         is_linked = RELOCATABLE in ext.extra_compile_args
         targets = machine_code_flags(archs) if is_linked else gencode_flags(archs)
         objects_dir = Path(self.build_temp) / ext.name
-        objects_dir.mkdir(parents=True, exist_ok=True)
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
-            target = str(objects_dir / (Path(source).name + ".o"))
+            target = objects_dir / (source + ".o")  # with its folder: files of two folders may have one name
+            target.parent.mkdir(parents=True, exist_ok=True)
             flags = [*COMPILE_FLAGS, *ext.extra_compile_args, *targets, *includes, *defines]
-            subprocess.run([nvcc, *flags, "-c", source, "-o", target], check=True)
-            return target
+            subprocess.run([nvcc, *flags, "-c", source, "-o", str(target)], check=True)
+            return str(target)
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, ext.sources))
         link = [nvcc, *LINK_FLAGS, *(targets if is_linked else []), *objects, *ext.extra_link_args]
         subprocess.run([*link, "-o", str(output)], check=True)
+
+
+def csrc_files(folder: str, *suffixes: str) -> list[str]:
+    """The files of a folder of csrc, or of all ("*"), that have one of these suffixes."""
+    return sorted(str(path) for suffix in suffixes for path in Path("csrc").glob(f"{folder}/*.{suffix}"))
 
 
 def find_nvshmem() -> Path | None:
@@ -148,8 +153,8 @@ def nvshmem_extensions() -> list[Extension]:
     return [
         Extension(
             "moe_ep._C_nvshmem",
-            sources=["csrc/rail.cpp", *sorted(str(path) for path in Path("csrc/nvshmem").glob("*.c*"))],
-            depends=sorted(str(path) for path in Path("csrc").rglob("*.*h")),
+            sources=["csrc/internode/rail.cpp", *csrc_files("nvshmem", "cpp", "cu")],
+            depends=csrc_files("*", "h", "cuh"),
             extra_compile_args=[RELOCATABLE, f"-isystem={home / 'include'}"],
             extra_link_args=[f"-L{library}", "-lnvshmem_device", "-Xlinker=-l:libnvshmem_host.so.3"],
         )
@@ -159,9 +164,8 @@ def nvshmem_extensions() -> list[Extension]:
 def extensions() -> list[Extension]:
     if nvcc_to_use() is None:
         return []
-    sources = sorted(str(path) for suffix in ("cpp", "cu") for path in Path("csrc").glob(f"*.{suffix}"))
-    headers = sorted(str(path) for suffix in ("h", "cuh") for path in Path("csrc").glob(f"*.{suffix}"))
-    return [Extension("moe_ep._C", sources=sources, depends=headers), *nvshmem_extensions()]
+    sources = sorted(set(csrc_files("*", "cpp", "cu")) - set(csrc_files("nvshmem", "cpp", "cu")))
+    return [Extension("moe_ep._C", sources=sources, depends=csrc_files("*", "h", "cuh")), *nvshmem_extensions()]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": NvccBuild})

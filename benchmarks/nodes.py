@@ -13,7 +13,7 @@ from math import comb
 from benchmarks.model import LATENCY_US, LOCAL_PASS, PULL
 from moe_ep.backends.internode_kernels import STAGING_BYTES, overlapping
 
-CHUNKS = 16  # of the rows to a node in a round: kHopChunks of csrc/rail.h
+CHUNKS = 16  # of the rows to a node in a round: kHopChunks of csrc/internode/rail.h
 NVLINK_GBPS = 325.0  # rows pulled by kernels on H200, docs/performance.md
 ROUND_US = 4 * 4.0  # a send, a wait, a call in the node, an answer: launches, which the host makes one after the other
 

@@ -1,4 +1,4 @@
-"""FP8 products straight through cuBLASLt (csrc/fp8_products.h): the ones that Transformer Engine would launch.
+"""FP8 products straight through cuBLASLt (csrc/fp8/products.h): the ones that Transformer Engine would launch.
 
 A step of 32 experts has 192 products. Transformer Engine describes each anew, in Python and C++, and asks cuBLASLt for
 an algorithm; here one call has the addresses of all products of a group, and the algorithm of a shape is kept.

@@ -1,4 +1,4 @@
-"""From logits to experts and weights in one CUDA kernel, and its gradient in another (csrc/topk.h).
+"""From logits to experts and weights in one CUDA kernel, and its gradient in another (csrc/layer/topk.h).
 
 The plain formula is in `moe_ep.layers.router`, which decides where these two take its place. Ordinary eager calls go
 through an autograd.Function; where single operations are watched (torch.compile, selective checkpointing), the same
@@ -21,7 +21,7 @@ from moe_ep.config import RouterConfig
 from moe_ep.kernel_arguments import address
 from moe_ep.layers import kernels
 
-_MAX_EXPERTS: Final = 1024  # as in csrc/topk.h
+_MAX_EXPERTS: Final = 1024  # as in csrc/layer/topk.h
 _MAX_TOPK: Final = 64
 
 
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """The settings that both directions need; see RouteOptions in csrc/topk.h."""
+    """The settings that both directions need; see RouteOptions in csrc/layer/topk.h."""
 
     score_function: str
     num_topk: int

@@ -1,4 +1,4 @@
-"""SwiGLU in one CUDA kernel, and its gradient in another (csrc/swiglu.h): silu(gate) * up, arXiv:2002.05202.
+"""SwiGLU in one CUDA kernel, and its gradient in another (csrc/layer/swiglu.h): silu(gate) * up, arXiv:2002.05202.
 
 The plain formula is in `moe_ep.layers.activations`, which decides where these two take its place. Arithmetic is in
 float32 with one rounding at the end, where the plain formula rounds silu(gate) too.

@@ -37,7 +37,7 @@ class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, LowLatencyKernels
         num_sms: int,
         stream: int,
     ) -> None:
-        """Cast rows to e4m3 with a scale per 1x128 block; csrc/fp8_cast.h."""
+        """Cast rows to e4m3 with a scale per 1x128 block; csrc/fp8/cast.h."""
 
     def layout_count(
         self,
@@ -56,7 +56,7 @@ class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, LowLatencyKernels
         num_sms: int,
         stream: int,
     ) -> None:
-        """Count tokens per expert and per rank; csrc/layout_count.h."""
+        """Count tokens per expert and per rank; csrc/layer/layout_count.h."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Types of the part of `moe_ep._C` that moves rows between the ranks of a node; csrc/bind_intranode.cpp."""
+"""Types of the part of `moe_ep._C` that moves rows between the ranks of a node; csrc/bindings/intranode.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 Counts = tuple[int, int, bool, bool, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # (verdict, epoch, bad slot, bad id) of the newest answer, and the counts of the newest plan.
 Answer = tuple[int, int, int, int, Counts]
-# (x, stride, bytes of a row, out, poison, padding): `Rows` of csrc/intranode_move.h.
+# (x, stride, bytes of a row, out, poison, padding): `Rows` of csrc/intranode/move.h.
 NativeRows = tuple[int, int, int, int, int, int]
 
 
@@ -21,7 +21,7 @@ class NativeRoute(Protocol):
 
 
 class NativeExchange(Protocol):
-    """`moe_ep._C.Exchange`: memory that ranks share, and the kernels on it. See csrc/exchange_host.h.
+    """`moe_ep._C.Exchange`: memory that ranks share, and the kernels on it. See csrc/exchange/host.h.
 
     Launches do not wait for the device, and run on that of the exchange whichever is current. They are ordered behind
     the stream `caller`, and it behind them if `joins`; they return whether a CUDA graph captures them. `header` is 32

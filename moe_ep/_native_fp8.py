@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Fp8Products(Protocol):
-    """Products of FP8 matrices on one device, through cuBLASLt; csrc/fp8_products.h."""
+    """Products of FP8 matrices on one device, through cuBLASLt; csrc/fp8/products.h."""
 
     def multiply(
         self,
@@ -57,9 +57,9 @@ class Fp8Kernels(Protocol):
         power_of_two: bool,
         stream: int,
     ) -> None:
-        """Cast rows grouped by expert, their transpose, or both; csrc/fp8_tiles.h."""
+        """Cast rows grouped by expert, their transpose, or both; csrc/fp8/tiles.h."""
 
     def fp8_pack_scales(
         self, *, scales: int, tiles: int, num_tiles: int, num_blocks: int, packed: int, stream: int
     ) -> None:
-        """Row-major scales to the GEMM's layout; csrc/fp8_tiles.h."""
+        """Row-major scales to the GEMM's layout; csrc/fp8/tiles.h."""

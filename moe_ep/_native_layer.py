@@ -28,7 +28,7 @@ class LayerKernels(Protocol):
         num_sms: int,
         stream: int,
     ) -> None:
-        """Choose experts and weights from logits, count the choices; csrc/topk.h."""
+        """Choose experts and weights from logits, count the choices; csrc/layer/topk.h."""
 
     def topk_route_backward(
         self,
@@ -48,7 +48,7 @@ class LayerKernels(Protocol):
         num_sms: int,
         stream: int,
     ) -> None:
-        """Gradient of the logits; csrc/topk.h."""
+        """Gradient of the logits; csrc/layer/topk.h."""
 
     def swiglu(
         self,
@@ -62,7 +62,7 @@ class LayerKernels(Protocol):
         num_sms: int,
         stream: int,
     ) -> None:
-        """silu(gate) * up; csrc/swiglu.h."""
+        """silu(gate) * up; csrc/layer/swiglu.h."""
 
     def swiglu_backward(
         self,
@@ -77,9 +77,9 @@ class LayerKernels(Protocol):
         num_sms: int,
         stream: int,
     ) -> None:
-        """Gradient of gate and up; csrc/swiglu.h."""
+        """Gradient of gate and up; csrc/layer/swiglu.h."""
 
     def zero_tail(
         self, *, rows: int, num_rows_device: int, num_rows: int, row_bytes: int, num_sms: int, stream: int
     ) -> None:
-        """Zero the rows from a number in device memory on; csrc/swiglu.h."""
+        """Zero the rows from a number in device memory on; csrc/layer/swiglu.h."""

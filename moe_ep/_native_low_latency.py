@@ -1,4 +1,4 @@
-"""Types of the part of `moe_ep._C` for the low-latency calls; csrc/bind_low_latency.cpp."""
+"""Types of the part of `moe_ep._C` for the low-latency calls; csrc/bindings/low_latency.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NativeLaunch(Protocol):
 
 
 class NativeLowLatency(Protocol):
-    """`moe_ep._C.LowLatency`: memory that the ranks write into each other's; csrc/low_latency_memory.h.
+    """`moe_ep._C.LowLatency`: memory that the ranks write into each other's; csrc/low_latency/memory.h.
 
     Launches do not wait for the device.
     """

@@ -1,6 +1,6 @@
 """What the CUDA extensions offer between nodes: rails over CUDA IPC (`moe_ep._C`) and NVSHMEM (`moe_ep._C_nvshmem`).
 
-The contracts are in csrc/rail.h, csrc/rail_ipc.h, csrc/node_sum.h and csrc/nvshmem/rail_nvshmem.h.
+The contracts are in the headers of csrc/internode and in csrc/nvshmem/rail_nvshmem.h.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RAIL_MODULE = "moe_ep._C_nvshmem"
 
 
 class NativeRound(Protocol):
-    """`RailRound` of csrc/rail.h."""
+    """`RailRound` of csrc/internode/rail.h."""
 
 
 class NativeRail(Protocol):

@@ -3,7 +3,7 @@
 T tokens, H hidden, B = ceil(H / 128) blocks of a row, C = 128 elements of a block; where 128 does not divide H, the
 last block is shorter.
 
-The arithmetic is fixed, so that this reference and csrc/fp8_cast.cu give the same bits. All in float32, each step
+The arithmetic is fixed, so that this reference and csrc/fp8/cast.cu give the same bits. All in float32, each step
 rounded to nearest, ties to even:
 
     amax    = max |x| over the finite elements of the block, 0 if there are none

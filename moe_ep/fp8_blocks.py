@@ -4,7 +4,7 @@ Rows keep one scale a 1x128 block. Their transpose, which the weights' gradient 
 one expert; the last block of an expert may be shorter. Weights have one scale a 128x128 block, and their transpose the
 same bytes and scales, transposed. The arithmetic of a block is that of `moe_ep.fp8`, whatever its shape.
 
-On CUDA with the extension one kernel does each cast (csrc/fp8_tiles.h), where the sizes are multiples of 16 and the
+On CUDA with the extension one kernel does each cast (csrc/fp8/tiles.h), where the sizes are multiples of 16 and the
 dtype is bfloat16 or float32; elsewhere PyTorch does it, with the same bits.
 
 Letters: L experts, R rows, K their width, B = ceil(K / 128), O and I outputs and inputs of a weight.

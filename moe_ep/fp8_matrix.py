@@ -142,7 +142,7 @@ class RowRanges:
 
     @cached_property
     def tiles(self) -> Tensor:
-        """[tiles, 4] int32 on the device, one tile for up to 128 rows of one expert, as csrc/fp8_tiles.h reads them.
+        """[tiles, 4] int32 on the device, one tile for up to 128 rows of one expert, as csrc/fp8/tiles.h reads them.
 
         First row of the tile, its rows, first row of the expert, rows of the expert.
         """

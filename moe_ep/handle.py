@@ -47,9 +47,9 @@ class DispatchHandle:
         recv_token: [S] int32, source token of the compact rows received, ascending in (rank, token).
         row_pair: [R] int64, expert_major only: `compact row * K + slot` of a row, -1 for padding; empty if compact.
         geometry, token_row, pair_row: the same routing as the kernels read it, int32; empty where no kernel made the
-            plan (`moe_ep.backends.kernel_view`). geometry: counts of all ranks (csrc/exchange.h). token_row: [T, W],
-            compact row of a token on each rank, -1 for none. pair_row: [S, K], expert_major only, the row of each
-            (compact row, slot), -1 for none.
+            plan (`moe_ep.backends.kernel_view`). geometry: counts of all ranks (csrc/exchange/exchange.h). token_row:
+            [T, W], compact row of a token on each rank, -1 for none. pair_row: [S, K], expert_major only, the row of
+            each (compact row, slot), -1 for none.
 
     The plan of a kernel call with `max_rows` is known on the device only: its send_counts, recv_counts, recv_pairs,
     rank_tokens and rank_rows hold -1, send_token is empty, and recv_token and pair_row have room for `max_rows` rows.

@@ -15,9 +15,9 @@ def serves(topk_idx: Tensor) -> bool:
 
 
 def counted_layout(topk_idx: Tensor, placement: ExpertPlacement, num_sms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens per rank [W] int32, slots per expert [E] int32, which token goes where [T, W] bool; csrc/layout_count.h.
+    """Tokens per rank [W] int32, slots per expert [E] int32, which token goes where [T, W] bool.
 
-    Ids outside [-1, E) count as -1.
+    Ids outside [-1, E) count as -1. The kernel is csrc/layer/layout_count.h.
     """
     ids, device = topk_idx.contiguous(), topk_idx.device
     num_tokens, num_topk = ids.shape

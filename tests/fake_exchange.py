@@ -33,7 +33,7 @@ from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
 from tests.fake_streams import FakeEvent, FakeStream
 
 PAGE_BYTES = 2 << 20
-OPERATION_WORD, HANDLE_WORD, HIDDEN_WORD, DTYPE_WORD = 0, 2, 3, 6  # csrc/exchange.h
+OPERATION_WORD, HANDLE_WORD, HIDDEN_WORD, DTYPE_WORD = 0, 2, 3, 6  # csrc/exchange/exchange.h
 WEIGHTS_DTYPE_WORD, EXACT_WORD = 7, 10
 PLACES_WORD, FIRST_OFFSET_WORD = 20, 26
 Result = TypeVar("Result")
@@ -160,7 +160,7 @@ def _memory_of(rows: Any, device: str) -> Tensor:
 
 
 class KernelSizes:
-    """Sizes and cuts as csrc/exchange.h has them."""
+    """Sizes and cuts as csrc/exchange/exchange.h has them."""
 
     max_chunks: int = 64
 
@@ -184,7 +184,7 @@ class FakeRoute(SimpleNamespace):
 
 @dataclass
 class FakeKernels(KernelSizes):
-    """`moe_ep._native_exchange.ExchangeKernels`, with the numbers of csrc/exchange.h."""
+    """`moe_ep._native_exchange.ExchangeKernels`, with the numbers of csrc/exchange/exchange.h."""
 
     node: FakeNode
     rank: int

@@ -1,7 +1,7 @@
 """The low-latency kernels of a `FakeNode`: they move rows between the threads that stand for ranks, on the CPU.
 
-What csrc/low_latency.h promises, by the plainest means: a call leaves what it sends under its number and waits for what
-the others leave. They complain where a call writes into a place that a peer still reads.
+What csrc/low_latency/low_latency.h promises, by the plainest means: a call leaves what it sends under its number and
+waits for what the others leave. They complain where a call writes into a place that a peer still reads.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class PlayedKernels(KernelSizes):
     def node_sum(
         self, *, bias: tuple[int, int], place: int, dtype: str, y: int, own: int, own_by_place: bool, **given: Any
     ) -> None:
-        """csrc/node_sum.h."""
+        """csrc/internode/node_sum.h."""
         row_bytes, num_nodes, kind = given["row_bytes"], given["num_nodes"], NAMES[dtype]
         for token in range(given["first_token"], given["first_token"] + given["num_tokens"]):
             places = numbers_at(place + token * num_nodes * 4, num_nodes).tolist()
@@ -123,7 +123,7 @@ class PlayedKernels(KernelSizes):
 
 
 class PlayedRail:
-    """csrc/rail.h. Inboxes hold NaN where nothing has come in, and slots are looked after."""
+    """csrc/internode/rail.h. Inboxes hold NaN where nothing has come in, and slots are looked after."""
 
     def __init__(self, kernels: PlayedKernels, node: int, num_nodes: int, flow_bytes: int, **_: Any) -> None:
         self.kernels, self.node, self.num_nodes, self.flow_bytes = kernels, node, num_nodes, flow_bytes
@@ -266,7 +266,7 @@ class PlayedExchange:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def move(self, caller: int, joins: bool, num_sms: int, route: Any, operation: int, hidden: int, *rest: Any) -> bool:
-        """csrc/intranode_move.h."""
+        """csrc/intranode/move.h."""
         dtype_number, need_bytes, places, rows, dtype, weights, made_rows, grad_weights = rest
         assert num_sms >= 1
         assert need_bytes <= self.slot_bytes
@@ -324,7 +324,7 @@ class PlayedExchange:
         return [*runs, (min(numbers[1], route.num_rows), route.num_rows - min(numbers[1], route.num_rows))]
 
     def combine(self, caller: int, joins: bool, num_sms: int, route: Any, operation: int, *rest: Any) -> bool:
-        """csrc/intranode_combine.h."""
+        """csrc/intranode/combine.h."""
         hidden, dtype_number, need_bytes, places, rows, row_bytes, y, poison, dtype, bias_0, bias_1, *more = rest
         weights, is_weighted, weights_dtype, exact, _, _ = more
         assert num_sms >= 1

@@ -1,6 +1,6 @@
 // The Python module moe_ep._C_nvshmem: rails over NVSHMEM. It is built where NVSHMEM's wheel is found, and its library
 // must be in the process before it is imported.
-#include "bind_rail.h"
+#include "bindings/rail.h"
 #include "nvshmem/rail_nvshmem.h"
 
 namespace py = pybind11;

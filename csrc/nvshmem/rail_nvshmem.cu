@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "internode/rail_kernels.cuh"
 #include "nvshmem/rail_nvshmem.h"
-#include "rail_kernels.cuh"
 
 namespace moe_ep {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "rail.h"
+#include "internode/rail.h"
 
 namespace moe_ep {
 

@@ -29,7 +29,7 @@ _TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
 
 
 class DeviceFaults:
-    """Reads the mapped record of one rank's exchange; see `HostRecord` in csrc/exchange.h.
+    """Reads the mapped record of one rank's exchange; see `HostRecord` in csrc/exchange/exchange.h.
 
     Attributes:
         dead: after a time limit, why nothing is started any more.
@@ -226,7 +226,10 @@ class DeviceFaults:
 
 
 def low_latency_sentence(values: Sequence[int]) -> str:
-    """What a low-latency call without a host wait has found: kind (csrc/low_latency.h), operation, three numbers."""
+    """What a low-latency call without a host wait has found: kind, operation, three numbers.
+
+    The kinds are in csrc/low_latency/low_latency.h.
+    """
     kind, operation, a, b, c = values[:5]
     call = CALLS[operation]
     if kind == 0:

@@ -1,8 +1,8 @@
 """The backend inside a node: kernels that publish rows in memory which the other ranks read over NVLink.
 
-csrc/intranode_*.cu do the work, docs/protocol.md has the rules. Every call is one kernel on the buffer's own stream;
-only a plan is two, and the host waits for the row counts of the first. Calls without a host wait cannot raise at
-once: they fill their outputs with NaN, and `take_faults` says why.
+csrc/intranode does the work, docs/protocol.md has the rules. Every call is one kernel on the buffer's own stream; only
+a plan is two, and the host waits for the row counts of the first. Calls without a host wait cannot raise at once: they
+fill their outputs with NaN, and `take_faults` says why.
 """
 
 from __future__ import annotations

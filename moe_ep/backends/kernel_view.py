@@ -1,6 +1,6 @@
 """The routing of a handle as the CUDA kernels read it, for handles that another backend made.
 
-The layout of `geometry` is that of csrc/exchange.h.
+The layout of `geometry` is that of csrc/exchange/exchange.h.
 """
 
 from __future__ import annotations

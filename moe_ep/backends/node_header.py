@@ -1,4 +1,4 @@
-"""The header of a call inside a node: 32 words, and where in them the host looks for what. See csrc/exchange.h."""
+"""The header of a call inside a node: 32 words, and where the host looks for what; see csrc/exchange/exchange.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The low-latency calls inside a node: kernels that push every row to where it is needed. csrc/low_latency.h.
+"""The low-latency calls inside a node: kernels that push every row to where it is needed (csrc/low_latency).
 
 Letters: T tokens of this rank, H hidden, K slots a token, E experts, L of them local, W ranks, M the most tokens of a
 rank, N = W * M places an expert, B = H / 128 scales a row.

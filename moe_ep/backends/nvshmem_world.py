@@ -37,7 +37,7 @@ def why_no_nvshmem() -> str:
 
 
 class Watched(NamedTuple):
-    """The exchange inside the node that fails where a rail does, and the limit of its waits; csrc/rail.h."""
+    """The exchange inside the node that fails where a rail does, and the limit of its waits; csrc/internode/rail.h."""
 
     node_state: int
     record: int

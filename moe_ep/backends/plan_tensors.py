@@ -27,7 +27,7 @@ class RowTensors(NamedTuple):
 
 
 class PlanTensors:
-    """Inputs, scratch and outputs of one plan; csrc/intranode_plan.h names them. It holds them all.
+    """Inputs, scratch and outputs of one plan; csrc/intranode/plan.h names them. It holds them all.
 
     Behind the host's wait for the counts every step keeps the device waiting. What no count decides is there from the
     start. Of what they do decide, `expect` makes as much as even routing and a quarter more need, before the device

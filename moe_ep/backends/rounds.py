@@ -25,7 +25,7 @@ from moe_ep.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """Rows between this rank and the others of its rail, by (node, round); csrc/rail.h reads them.
+    """Rows between this rank and the others of its rail, by (node, round); csrc/internode/rail.h reads them.
 
     Attributes:
         first: [N * rounds + 1] int32, the row at which each begins, ascending in (node, round).

@@ -27,7 +27,7 @@ from moe_ep.backends.rail_memory import RailMemory
 from moe_ep.backends.rail_routes import RailFlows, RailRoutes
 from moe_ep.kernel_arguments import address
 
-NUM_SLOTS = 2  # rounds under way; kHopSlots of csrc/rail.h
+NUM_SLOTS = 2  # rounds under way; kHopSlots of csrc/internode/rail.h
 
 
 class TwoHopCalls:

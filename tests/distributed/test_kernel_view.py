@@ -18,7 +18,7 @@ from tests.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
 
 
 class Sizes:
-    """The numbers of csrc/exchange.h, with chunks so small that a source has several."""
+    """The numbers of csrc/exchange/exchange.h, with chunks so small that a source has several."""
 
     max_chunks = 4
 

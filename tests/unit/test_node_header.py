@@ -13,13 +13,13 @@ from moe_ep.backends.header import ERRORS, NUM_MATCH_WORDS, OK, OPERATIONS, Head
 from moe_ep.backends.node_header import DOES_NOT_FIT, GOES_ON_WORD, NEED_WORD, STATUS_WORD, header_of, pack, unpack
 from moe_ep.errors import ConfigError, EPTimeoutError
 
-CSRC = (Path(__file__).parents[2] / "csrc" / "exchange.h").read_text()
+CSRC = (Path(__file__).parents[2] / "csrc" / "exchange" / "exchange.h").read_text()
 # What must be alike on all ranks; a generation is in the tag of every flag.
 MATCH = [field.name for field in fields(Header)]
 MATCH = [name for name in MATCH[: MATCH.index("placement") + 1] if name != "generation"]
 
 
-# What csrc/bind_intranode.cpp puts over the words that all calls along a handle share.
+# What csrc/bindings/intranode.cpp puts over the words that all calls along a handle share.
 OF_A_CALL = {
     "operation": "kOperationWord",
     "handle": "kHandleWord",
@@ -32,7 +32,7 @@ OF_A_CALL = {
 
 def constant(name: str) -> int:
     found = re.search(rf"constexpr \w+ {name} = (\d+);", CSRC)
-    assert found is not None, f"csrc/exchange.h has no {name}"
+    assert found is not None, f"csrc/exchange/exchange.h has no {name}"
     return int(found[1])
 
 

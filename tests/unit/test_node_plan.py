@@ -258,9 +258,9 @@ def test_a_plan_of_no_tokens_is_ordinary(node: FakeNode) -> None:
 
 
 def test_a_block_of_every_gpu_has_room_to_count_as_many_experts_as_there_may_be() -> None:
-    """`plan_block` of csrc/intranode_chunk.cuh takes as many warps as have room; 99 KB is what sm_86 and sm_89 have."""
+    """`plan_block` of csrc/intranode/chunk.cuh takes as many warps as have room; 99 KB is what sm_86 and sm_89 have."""
     csrc = Path(__file__).parents[2] / "csrc"
-    text = (csrc / "exchange.h").read_text() + (csrc / "intranode_chunk.cuh").read_text()
+    text = (csrc / "exchange" / "exchange.h").read_text() + (csrc / "intranode" / "chunk.cuh").read_text()
 
     def constant(name: str) -> int:
         found = re.search(rf"constexpr \w+ {name} = (\d+);", text)

@@ -65,8 +65,8 @@ def test_an_sdist_holds_the_kernels_and_builds_the_same_wheel(checkout: Path, tm
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    on_disk = {path.name for path in (ROOT / "csrc").iterdir()}
-    assert {path.name for path in (unpacked / "csrc").iterdir()} == on_disk
+    on_disk = {path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*")}
+    assert {path.relative_to(unpacked) for path in (unpacked / "csrc").rglob("*")} == on_disk
     assert (unpacked / "LICENSE").is_file()
     wheel = build("wheel", unpacked, tmp_path / "wheel")
     assert {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")} == modules_on_disk()

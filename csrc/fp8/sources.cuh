@@ -1,0 +1,168 @@
+// What csrc/fp8/tiles.cu casts: 4 neighbouring elements of a row at a time, read as they are or computed on the way.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "fp8/tiles.h"
+
+namespace moe_ep {
+namespace {
+
+constexpr int kTile = 128;
+constexpr int kWarpSize = 32;
+constexpr int kPerLane = kTile / kWarpSize;  // neighbouring elements of a row
+
+__device__ float widened(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ float widened(float value) { return value; }
+
+template <typename Elem>
+__device__ Elem narrowed(float value) {
+  if constexpr (sizeof(Elem) == 4) {
+    return value;
+  } else {
+    return __float2bfloat16_rn(value);
+  }
+}
+
+template <typename Elem>
+struct alignas(sizeof(Elem) * kPerLane) Quad {
+  Elem elems[kPerLane];
+};
+
+// An infinity becomes NaN, whose code it has, and which a maximum leaves out; every number stays, its sign included.
+__device__ Quad<float> without_infinities(const Quad<float>& values) {
+  Quad<float> result;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    result.elems[i] = __fmaf_rn(values.elems[i], 0.0f, values.elems[i]);
+  }
+  return result;
+}
+
+__device__ Quad<__nv_bfloat16> without_infinities(const Quad<__nv_bfloat16>& values) {
+  static_assert(kPerLane == 4);
+  const __nv_bfloat162 zero = __float2bfloat162_rn(0.0f);
+  Quad<__nv_bfloat16> result;
+#pragma unroll
+  for (int i = 0; i < kPerLane; i += 2) {
+    const __nv_bfloat162 pair = __halves2bfloat162(values.elems[i], values.elems[i + 1]);
+    const __nv_bfloat162 finite = __hfma2(pair, zero, pair);
+    result.elems[i] = __low2bfloat16(finite);
+    result.elems[i + 1] = __high2bfloat16(finite);
+  }
+  return result;
+}
+
+__device__ float4 widened(const Quad<float>& values) { return *reinterpret_cast<const float4*>(&values); }
+
+__device__ float4 widened(const Quad<__nv_bfloat16>& values) {  // a bfloat16 is the upper half of its float
+  const uint2 pairs = *reinterpret_cast<const uint2*>(&values);
+  return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xFFFF0000u),
+                     __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xFFFF0000u));
+}
+
+template <typename Elem>
+struct RowsSource {
+  using Stored = Elem;
+  static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 4;  // with as many next to nothing is spilled
+  const Elem* x;
+  int64_t width;
+
+  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
+    return *reinterpret_cast<const Quad<Elem>*>(x + row * width + col);
+  }
+};
+
+// As csrc/layer/swiglu.cu: the fast exponential and division do for 2 bytes.
+template <typename Elem>
+__device__ float sigmoid(float gate) {
+  if constexpr (sizeof(Elem) == 4) {
+    return 1.0f / (1.0f + expf(-gate));
+  } else {
+    return __fdividef(1.0f, 1.0f + __expf(-gate));
+  }
+}
+
+template <typename Elem>
+struct SwigluSource {
+  using Stored = Elem;
+  static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 3;
+  const Elem* x;
+  int64_t width;
+
+  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
+    const Elem* gates_at = x + row * 2 * width + col;
+    const Quad<Elem> gates = *reinterpret_cast<const Quad<Elem>*>(gates_at);
+    const Quad<Elem> ups = *reinterpret_cast<const Quad<Elem>*>(gates_at + width);
+    Quad<Elem> result;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const float gate = widened(gates.elems[i]);
+      result.elems[i] = narrowed<Elem>(gate * sigmoid<Elem>(gate) * widened(ups.elems[i]));
+    }
+    return result;
+  }
+};
+
+// The gradient of silu(gate) * up, as csrc/layer/swiglu.cu computes it: of the gates in the left half, of the ups in
+// the right.
+template <typename Elem>
+struct SwigluGradSource {
+  using Stored = Elem;
+  static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 3;
+  const Elem* x;
+  const Elem* grads;
+  int64_t width;
+
+  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
+    const int64_t ffn = width / 2;
+    const bool is_up = col >= ffn;
+    const int64_t in_half = is_up ? col - ffn : col;
+    const Elem* gates_at = x + row * width + in_half;
+    const Quad<Elem> gates = *reinterpret_cast<const Quad<Elem>*>(gates_at);
+    const Quad<Elem> gradients = *reinterpret_cast<const Quad<Elem>*>(grads + row * ffn + in_half);
+    Quad<Elem> ups = {};
+    if (!is_up) {
+      ups = *reinterpret_cast<const Quad<Elem>*>(gates_at + ffn);
+    }
+    Quad<Elem> result;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const float gate = widened(gates.elems[i]);
+      const float grad = widened(gradients.elems[i]);
+      const float s = sigmoid<Elem>(gate);
+      const float of_gate = grad * widened(ups.elems[i]) * s * (1.0f + gate * (1.0f - s));
+      result.elems[i] = narrowed<Elem>(is_up ? grad * (gate * s) : of_gate);
+    }
+    return result;
+  }
+};
+
+struct Fp8Source {
+  using Stored = __nv_bfloat16;
+  static constexpr int kBlocksPerSm = 4;
+  const uint8_t* x;
+  const float* scales;
+  int64_t width;
+
+  __device__ Quad<__nv_bfloat16> load(const RowTile& tile, int64_t row, int64_t col) const {
+    const int64_t num_blocks = (width + kTile - 1) / kTile;
+    const int64_t at = tile.expert_begin * num_blocks + col / kTile * tile.expert_rows + (row - tile.expert_begin);
+    const float scale = scales[at];
+    const Quad<uint8_t> codes = *reinterpret_cast<const Quad<uint8_t>*>(x + row * width + col);
+    Quad<__nv_bfloat16> result;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      __nv_fp8_e4m3 code;
+      code.__x = codes.elems[i];
+      result.elems[i] = __float2bfloat16_rn(__fmul_rn(static_cast<float>(code), scale));
+    }
+    return result;
+  }
+};
+
+}  // namespace
+}  // namespace moe_ep

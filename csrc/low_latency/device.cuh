@@ -1,0 +1,307 @@
+// Device side of the low-latency calls: words, waits that may lose a peer, how a call begins and ends. Only acquire and
+// release at system scope; nothing is zeroed.
+#pragma once
+
+#include "exchange/device.cuh"
+#include "low_latency/low_latency.h"
+
+namespace moe_ep {
+
+// One call as a block sees it.
+struct LowLatencyTurn {
+  uint32_t generation;
+  uint32_t epoch;
+  int slot;
+};
+
+__device__ inline LowLatencyTurn low_latency_turn(const LowLatencyCall& call) {
+  const uint32_t epoch = call.sends ? call.state->epoch : static_cast<uint32_t>(*call.ticket);
+  return {call.state->generation, epoch, static_cast<int>(epoch % 2)};
+}
+
+__device__ inline uint64_t word_of(const LowLatencyTurn& turn, uint32_t value) {
+  return static_cast<uint64_t>(turn.generation) << (kEpochBits + kValueBits) |
+         static_cast<uint64_t>(turn.epoch + 1) << kValueBits | value;
+}
+__device__ inline uint32_t value_of(uint64_t word) { return static_cast<uint32_t>(word) & kMaxPairs; }
+__device__ inline bool same_call(uint64_t a, uint64_t b) { return a >> kValueBits == b >> kValueBits; }
+
+// Whether a word is of the call of `expected`, or of a later one of its generation.
+__device__ inline bool is_since(uint64_t word, uint64_t expected) {
+  constexpr int kBits = kEpochBits + kValueBits;
+  return word >> kBits == expected >> kBits && static_cast<int32_t>(static_cast<uint32_t>(word >> kValueBits) -
+                                                                    static_cast<uint32_t>(expected >> kValueBits)) >= 0;
+}
+
+// -- where things lie ---------------------------------------------------------------------------------------------
+
+__device__ inline LowLatencyControl* control_of(const LowLatencyCall& call, int rank) {
+  return reinterpret_cast<LowLatencyControl*>(call.memory[rank]);
+}
+
+// What `source` writes into the memory of `rank`.
+__device__ inline uint64_t* words_of(const LowLatencyCall& call, int rank, int slot, int source) {
+  return reinterpret_cast<uint64_t*>(call.memory[rank] + kLowLatencyControlBytes) +
+         (slot * call.world.size + source) * call.words_a_source;
+}
+__device__ inline char* rows_of(const LowLatencyCall& call, int rank, int slot, int source) {
+  return call.memory[rank] + kLowLatencyControlBytes +
+         2 * call.world.size * call.words_a_source * static_cast<int64_t>(sizeof(uint64_t)) +
+         (slot * call.world.size + source) * call.bytes_a_source;
+}
+
+// Words of a dispatch: rows of each local expert, then one word a row.
+__device__ inline uint64_t* row_words(uint64_t* words, const LowLatencyShape& shape) {
+  return words + shape.most_local;
+}
+
+// A word that stands for nothing but its own value.
+__device__ inline void store_relaxed(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// By a whole warp: 16-byte units from one place to another, a batch of reads under way at a time.
+template <int kBatch>
+__device__ void copy_units(char* to, const char* from, int num_units) {
+  for (int first = lane_idx(); first < num_units; first += 32 * kBatch) {
+    uint4 batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + 32 * i < num_units) {
+        batch[i] = load_16(from + (first + 32 * i) * kUnitBytes);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + 32 * i < num_units) {
+        store_16(to + (first + 32 * i) * kUnitBytes, batch[i]);
+      }
+    }
+  }
+}
+
+// -- waits --------------------------------------------------------------------------------------------------------
+
+__device__ inline int32_t mask_of(const LowLatencyCall& call, int peer) {
+  return static_cast<int32_t>(load_acquire_gpu(reinterpret_cast<const uint32_t*>(call.mask + peer)));
+}
+
+__device__ inline bool has_failed(const LowLatencyCall& call) {
+  return load_acquire_gpu(&call.world.state->failed) != 0;
+}
+
+// A peer that is missing after the limit: lost, where peers may be, and otherwise the end of this exchange.
+__device__ inline void miss(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
+                            uint64_t expected, uint64_t seen) {
+  if (call.enable_shrink) {
+    // Of both slots: the kernel that receives the other one may be running, and its blocks see the mask change too.
+    // Before and behind the mask: whoever sees it finds the word, also where that was taken in between.
+    const auto tell = [&] {
+      atomicExch(&call.state->lost[0], 1u);
+      atomicExch(&call.state->lost[1], 1u);
+      __threadfence();
+    };
+    tell();
+    atomicExch(&call.mask[peer], kLost);
+    __threadfence();
+    tell();
+    return;
+  }
+  give_up(call.world, {turn.generation, turn.epoch, 0, turn.slot}, peer, phase, expected, seen);
+}
+
+// Polls a word that `peer` writes until `ready(value)`: false where the peer is masked or lost, or the exchange failed.
+template <typename Ready>
+__device__ bool wait_for_peer(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
+                              const uint64_t* word, uint64_t expected, Ready ready, uint64_t* seen) {
+  uint64_t began = 0;
+  for (uint32_t round = 0;; ++round) {
+    *seen = load_acquire(word);
+    if (ready(*seen)) {
+      return true;
+    }
+    if (round % 32 != 31) {
+      continue;
+    }
+    if (has_failed(call) || mask_of(call, peer) != kOpen) {
+      return false;
+    }
+    const uint64_t now = now_ns();
+    began = began == 0 ? now : began;
+    if (now - began > call.world.timeout_ns) {
+      miss(call, turn, peer, phase, expected, *seen);
+      return false;
+    }
+  }
+}
+
+// Until `peer` has written the word of this call; its value, or `otherwise`.
+__device__ inline uint32_t wait_value(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
+                                      const uint64_t* word, uint32_t otherwise) {
+  const uint64_t expected = word_of(turn, 0);
+  uint64_t seen;
+  const bool arrived = wait_for_peer(
+      call, turn, peer, phase, word, expected, [=](uint64_t value) { return same_call(value, expected); }, &seen);
+  return arrived ? value_of(seen) : otherwise;
+}
+
+// The longest wait for a peer, for the caller's statistics.
+__device__ inline void charge_wait(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, uint64_t began) {
+  if (call.stats != nullptr && peer != call.world.rank) {
+    atomicMax(reinterpret_cast<unsigned long long*>(&call.state->waited_ns[turn.slot][peer]),
+              static_cast<unsigned long long>(now_ns() - began));
+  }
+}
+
+// -- the begin of sending -----------------------------------------------------------------------------------------
+
+// By a whole block: waits for every ack of the last call in this slot, and says to whom rows go. False after a failure.
+__device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatencyTurn& turn,
+                                     int32_t (&shared_mask)[kMaxRanks]) {
+  __shared__ bool shared_fine;
+  if (threadIdx.x < 32) {
+    const int peer = threadIdx.x;
+    if (peer < call.world.size) {
+      const uint64_t sent = call.state->sent[turn.slot][peer];
+      if (sent != 0 && mask_of(call, peer) == kOpen) {
+        uint64_t seen;
+        wait_for_peer(
+            call, turn, peer, kWaitDone, &control_of(call, call.world.rank)->acks[turn.slot][peer], sent,
+            [=](uint64_t value) { return is_since(value, sent); }, &seen);  // of this call, where a block is late
+      }
+      shared_mask[peer] = mask_of(call, peer);
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      shared_fine = !has_failed(call);
+    }
+  }
+  __syncthreads();
+  return shared_fine;
+}
+
+// By one lane a peer: what this rank says to it first.
+__device__ inline void greet(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, int32_t mask,
+                             uint32_t value) {
+  if (mask != kLost) {
+    store_release(&control_of(call, peer)->greetings[turn.slot][call.world.rank],
+                  word_of(turn, mask == kMasked ? value | kMaskedBit : value));
+  }
+}
+
+// -- the begin of receiving ---------------------------------------------------------------------------------------
+
+__device__ inline void report(const LowLatencyCall& call, LowLatencyFault kind, int64_t a, int64_t b, int64_t c) {
+  HostRecord::Fault& fault = call.world.record->low_latency;
+  const int64_t values[5] = {kind, call.world.operation, a, b, c};
+  for (int i = 0; i < 5; ++i) {
+    fault.values[i] = values[i];
+  }
+  store_release(&fault.valid, 1);
+}
+
+// By a whole block: hears every peer; `shared_open` says from whom rows come. False where the call is given up: after
+// a failure, if a rank refuses it, or if the ranks differ.
+__device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn, bool reports,
+                                       bool (&shared_open)[kMaxRanks]) {
+  __shared__ bool shared_fine;
+  if (threadIdx.x < 32) {
+    const int peer = threadIdx.x;
+    bool fine = true;
+    if (peer < call.world.size) {
+      bool open = mask_of(call, peer) == kOpen;
+      if (open) {
+        const uint64_t expected = word_of(turn, 0);
+        const uint64_t* word = &control_of(call, call.world.rank)->greetings[turn.slot][peer];
+        uint64_t seen;
+        // A peer that has masked this rank does not wait for it, and may be ahead by any number of calls.
+        open = wait_for_peer(
+            call, turn, peer, kWaitHeader, word, expected, [=](uint64_t value) { return is_since(value, expected); },
+            &seen);
+        if (open) {
+          const uint32_t value = value_of(seen);
+          open = same_call(seen, expected) && (value & kMaskedBit) == 0;
+          fine = !open || value == call.print;
+          if (!fine && reports) {
+            report(call, (value & kRefusedBit) != 0 ? kPeerRefused : kDisagreement, peer, 0, 0);
+          }
+        }
+      }
+      shared_open[peer] = open;
+    }
+    fine = __all_sync(kFullWarp, fine);
+    if (threadIdx.x == 0) {
+      shared_fine = fine && !has_failed(call);
+    }
+  }
+  __syncthreads();
+  return shared_fine;
+}
+
+// -- the end ------------------------------------------------------------------------------------------------------
+
+// By a whole block: whether it is the last of its kernel to count itself; what the others wrote is visible to it then.
+__device__ inline bool is_last(uint32_t* counter) {
+  __shared__ bool shared_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared_last = atomicAdd(counter, 1u) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return shared_last;
+}
+
+// By the last block: whether a peer was lost since this was asked last, and the results have to be made anew.
+__device__ inline bool take_lost(const LowLatencyCall& call, const LowLatencyTurn& turn) {
+  __shared__ bool shared_lost;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared_lost = call.enable_shrink && atomicExch(&call.state->lost[turn.slot], 0u) != 0;
+  }
+  __syncthreads();
+  return shared_lost;
+}
+
+// By the last block, when no block sends any more. To a masked rank nothing went: once it is taken in again, what it
+// has to have read is what was sent there before.
+__device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyTurn& turn) {
+  LowLatencyState* state = call.state;
+  if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
+    uint64_t& sent = state->sent[turn.slot][threadIdx.x];
+    const int32_t mask = mask_of(call, threadIdx.x);
+    sent = mask == kOpen ? word_of(turn, 0) : mask == kLost ? 0 : sent;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    state->num_sent = 0;
+    state->epoch = turn.epoch + 1;
+    if (call.ticket != nullptr) {
+      *call.ticket = turn.epoch;
+    }
+  }
+}
+
+// By the last block, when no block reads any more: the peers may write this slot again. The own ack comes last too: the
+// next call in the slot may be running on another stream, and counts in the same words.
+__device__ inline void end_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn) {
+  const int peer = threadIdx.x;
+  if (peer < call.world.size) {
+    uint64_t& waited = call.state->waited_ns[turn.slot][peer];
+    if (call.stats != nullptr) {
+      call.stats[peer] += (waited + 500) / 1000;
+    }
+    waited = 0;
+  }
+  if (threadIdx.x == 0) {
+    call.state->num_received[turn.slot] = 0;
+  }
+  __syncthreads();
+  if (peer < call.world.size && !has_failed(call) && mask_of(call, peer) != kLost) {
+    __threadfence_system();
+    store_release(&control_of(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
+  }
+}
+
+}  // namespace moe_ep

@@ -1,0 +1,251 @@
+// The sending half of dispatch: a block takes a token, casts it once and stores it to the ranks of all its experts.
+// Where a row goes is counted from the ids alone, so it is the same in every run.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "fp8/math.cuh"
+#include "low_latency/device.cuh"
+
+namespace moe_ep {
+
+constexpr int kDispatchThreads = 512;
+constexpr int kDispatchWarps = kDispatchThreads / 32;
+constexpr int kMaxCachedKeys = 8192;
+constexpr int kScaleElems = 128;
+
+// Where the row of a slot goes; null for nowhere.
+struct RowTarget {
+  char* row;
+  uint64_t* word;
+};
+
+struct SendShared {
+  RowTarget targets[kMaxTopk];
+  float scales[kMaxLowLatencyScales];
+  int32_t mask[kMaxRanks];
+  int32_t bad_slot;
+};
+
+// The place of a pair's expert in one numbering of all local experts, rank by rank; -1 for none, and for a bad id.
+__device__ inline int key_of(const LowLatencyDispatch& in, int pair) {
+  const int64_t id =
+      in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[pair] : static_cast<const int32_t*>(in.ids)[pair];
+  return id < 0 || id >= in.shape.num_experts ? -1 : in.owner[id] * in.shape.most_local + in.local_idx[id];
+}
+
+// By a whole block: greets all ranks and tells them how many rows each of their experts gets. `counts`: [W *
+// most_local].
+__device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
+                                   SendShared& shared, int32_t* counts) {
+  const int num_keys = call.world.size * in.shape.most_local;
+  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+  for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
+    counts[key] = 0;
+  }
+  if (threadIdx.x == 0) {
+    shared.bad_slot = num_pairs;
+  }
+  if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
+    greet(call, turn, threadIdx.x, shared.mask[threadIdx.x], call.print);
+  }
+  __syncthreads();
+  const auto id_of = [&](int pair) {
+    return in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[pair] : static_cast<const int32_t*>(in.ids)[pair];
+  };
+  for (int pair = threadIdx.x; pair < num_pairs; pair += kDispatchThreads) {
+    const int key = key_of(in, pair);
+    if (key >= 0) {
+      atomicAdd(&counts[key], 1);
+    } else if (id_of(pair) != -1) {
+      atomicMin(&shared.bad_slot, pair);
+    }
+  }
+  __syncthreads();
+  for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
+    const int peer = key / in.shape.most_local, local = key % in.shape.most_local;
+    if (shared.mask[peer] == kOpen) {
+      store_relaxed(words_of(call, peer, turn.slot, call.world.rank) + local, word_of(turn, counts[key]));
+    }
+    if (counts[key] > in.shape.max_tokens) {
+      report(call, kTooManyRows, key, counts[key], in.shape.max_tokens);
+    }
+  }
+  if (threadIdx.x == 0 && shared.bad_slot < num_pairs) {
+    HostRecord::Fault& fault = call.world.record->bad_idx;
+    const int64_t values[4] = {shared.bad_slot, id_of(shared.bad_slot), in.shape.num_topk, in.shape.num_experts};
+    for (int i = 0; i < 4; ++i) {
+      fault.values[i] = values[i];
+    }
+    store_release(&fault.valid, 1);
+  }
+  __syncthreads();
+}
+
+// By a whole warp: where the row of `pair` goes. At its destination the rows of a source lie in the order of (local
+// expert, pair), so its place is the number of pairs that come before it there.
+template <typename KeyAt>
+__device__ void aim(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in, int pair,
+                    const KeyAt& key_at, SendShared& shared, RowTarget* target) {
+  const int key = key_at(pair);
+  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+  const int peer = key < 0 ? 0 : key / in.shape.most_local;
+  const int first_key = peer * in.shape.most_local;
+  int num_smaller = 0, num_before = 0;
+  if (key >= 0) {
+    for (int other = lane_idx(); other < num_pairs; other += 32) {
+      const int other_key = key_at(other);
+      num_smaller += other_key >= first_key && other_key < key;
+      num_before += other_key == key && other < pair;
+    }
+  }
+  num_smaller = __reduce_add_sync(kFullWarp, num_smaller);
+  num_before = __reduce_add_sync(kFullWarp, num_before);
+  if (lane_idx() != 0) {
+    return;
+  }
+  const bool goes = key >= 0 && shared.mask[peer] == kOpen;
+  const bool fits = num_before < in.shape.max_tokens;
+  in.slot_rank[pair] = !goes ? -1 : fits ? peer : kDropped;
+  *target = {nullptr, nullptr};
+  if (goes && fits) {
+    const int row = num_smaller + num_before;
+    *target = {rows_of(call, peer, turn.slot, call.world.rank) + static_cast<int64_t>(row) * in.shape.row_bytes,
+               row_words(words_of(call, peer, turn.slot, call.world.rank), in.shape) + row};
+  }
+}
+
+__device__ inline uint4 cast_to_fp8(const uint4 (&raw)[2], bool power_of_two, float* scale) {
+  float values[16];
+  float amax = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t words[4] = {raw[half].x, raw[half].y, raw[half].z, raw[half].w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[half * 8 + 2 * i] = __uint_as_float(words[i] << 16);
+      values[half * 8 + 2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    amax = larger_finite(amax, values[i]);
+  }
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) {  // eight lanes share a scale
+    amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, offset));
+  }
+  *scale = block_scale(amax, power_of_two);
+  const float inverse = __frcp_rn(*scale);
+  uint32_t codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    codes[i] = to_e4m3(values[4 * i], inverse) | to_e4m3(values[4 * i + 1], inverse) << 8 |
+               to_e4m3(values[4 * i + 2], inverse) << 16 |
+               static_cast<uint32_t>(to_e4m3(values[4 * i + 3], inverse)) << 24;
+  }
+  return make_uint4(codes[0], codes[1], codes[2], codes[3]);
+}
+
+// The scale word `i` of a row: a float32, or four exponent bytes.
+__device__ inline uint32_t scale_word(const float* scales, int i, int num_words, bool ue8m0) {
+  if (i >= num_words) {
+    return 0;
+  }
+  if (!ue8m0) {
+    return __float_as_uint(scales[i]);
+  }
+  uint32_t word = 0;
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    word |= (__float_as_uint(scales[4 * i + part]) >> 23) << (8 * part);
+  }
+  return word;
+}
+
+__device__ inline int num_scale_words(const LowLatencyDispatch& in) {
+  const int num_scales = in.shape.hidden / kScaleElems;
+  return in.format == LowLatencyFormat::kFp8Ue8m0 ? num_scales / 4 : num_scales;
+}
+
+__device__ inline void store_to_all(const SendShared& shared, int num_topk, int unit, uint4 value) {
+  for (int slot = 0; slot < num_topk; ++slot) {
+    if (char* row = shared.targets[slot].row) {
+      store_16(row + unit * kUnitBytes, value);
+    }
+  }
+}
+
+// By a whole block: one token to all its experts.
+template <bool kFp8, typename KeyAt>
+__device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
+                           int token, const KeyAt& key_at, SendShared& shared) {
+  const int num_topk = in.shape.num_topk;
+  const int row_bytes = in.shape.hidden * in.elem_bytes;
+  const char* x = static_cast<const char*>(in.x) + static_cast<int64_t>(token) * row_bytes;
+  // A unit is what a thread stores at once. FP8: two reads of 16 bytes make one; otherwise a read is one.
+  const int num_units = row_bytes / (kFp8 ? 2 * kUnitBytes : kUnitBytes);
+  const auto load = [&](int first, uint4(&raw)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int unit = kFp8 ? first + threadIdx.x : first + half * kDispatchThreads + threadIdx.x;
+      const int read = kFp8 ? 2 * unit + half : unit;
+      raw[half] = unit < num_units ? load_16(x + static_cast<int64_t>(read) * kUnitBytes) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  uint4 raw[2];
+  load(0, raw);  // under way while the targets are found
+  for (int slot = warp_idx(); slot < num_topk; slot += kDispatchWarps) {
+    aim(call, turn, in, token * num_topk + slot, key_at, shared, &shared.targets[slot]);
+  }
+  __syncthreads();
+  constexpr int kStep = kFp8 ? kDispatchThreads : 2 * kDispatchThreads;
+  for (int first = 0; first < num_units; first += kStep) {
+    if (first > 0) {
+      load(first, raw);
+    }
+    const int unit = first + threadIdx.x;
+    if constexpr (kFp8) {
+      float scale;
+      const uint4 codes = cast_to_fp8(raw, in.format != LowLatencyFormat::kFp8, &scale);
+      if (unit < num_units) {
+        if (unit % 8 == 0) {
+          shared.scales[unit / 8] = scale;
+        }
+        store_to_all(shared, num_topk, unit, codes);
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (unit + half * kDispatchThreads < num_units) {
+          store_to_all(shared, num_topk, unit + half * kDispatchThreads, raw[half]);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int slot = warp_idx(); slot < num_topk; slot += kDispatchWarps) {
+    const RowTarget target = shared.targets[slot];
+    if (target.row == nullptr) {
+      continue;
+    }
+    if constexpr (kFp8) {
+      const bool ue8m0 = in.format == LowLatencyFormat::kFp8Ue8m0;
+      const int num_words = num_scale_words(in);
+      for (int chunk = lane_idx(); 4 * chunk < num_words; chunk += 32) {
+        store_16(target.row + in.shape.hidden + chunk * kUnitBytes,
+                 make_uint4(scale_word(shared.scales, 4 * chunk, num_words, ue8m0),
+                            scale_word(shared.scales, 4 * chunk + 1, num_words, ue8m0),
+                            scale_word(shared.scales, 4 * chunk + 2, num_words, ue8m0),
+                            scale_word(shared.scales, 4 * chunk + 3, num_words, ue8m0)));
+      }
+      __syncwarp();
+    }
+    if (lane_idx() == 0) {  // the block met behind its stores
+      store_release(target.word, word_of(turn, token * num_topk + slot));
+    }
+  }
+  __syncthreads();  // the targets are used again
+}
+
+}  // namespace moe_ep
