@@ -14,7 +14,7 @@ from moe_ep.autograd.once import once_differentiable
 from moe_ep.buffer import Buffer
 from moe_ep.checks import as_weights, dispatch_request
 from moe_ep.fp8 import quantize_1x128
-from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.handle import DispatchHandle
 from moe_ep.integrations import transformer_engine
 

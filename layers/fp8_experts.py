@@ -27,8 +27,8 @@ from torch import Tensor
 
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.config import MoEConfig
-from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, check_sizes
-from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, check_sizes
+from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.layers.activations import Activation, activate, activation_grad
 from moe_ep.layers.fp8_gemm import GroupedGemm, make_gemm
 from moe_ep.layers.fp8_recipe import Fp8Recipe, Pair, make_recipe

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ep.config import FP8Config
 from moe_ep.errors import ConfigError
-from moe_ep.fp8_matrix import Fp8Matrices
+from moe_ep.fp8.matrix import Fp8Matrices
 from moe_ep.integrations import transformer_engine
 from moe_ep.layers import fp8_cublas
 

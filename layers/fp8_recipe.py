@@ -23,12 +23,12 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from moe_ep import fp8_blocks
 from moe_ep.config import FP8Config
 from moe_ep.fp8 import MAX_E4M3, MIN_SCALE, quantize_1x128, up_to_power_of_two
-from moe_ep.fp8_blocks import Fp8Cast
-from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
-from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.fp8 import blocks as fp8_blocks
+from moe_ep.fp8.blocks import Fp8Cast
+from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
+from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.layers.activations import Activation, activate, activation_grad
 
 GroupMax = Callable[[Tensor], Tensor]  # the largest over the ranks of a float32 scalar; collective

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moe_ep.fp8_matrix import Fp8Matrices
+from moe_ep.fp8.matrix import Fp8Matrices
 
 Pair = tuple[Fp8Matrices, Fp8Matrices]
 _SAMPLED_ROWS: Final = 32  # of each expert

@@ -21,7 +21,7 @@ from moe_ep.autograd.dispatch_fp8 import Fp8DispatchOutput, dispatch_fp8
 from moe_ep.buffer import Buffer
 from moe_ep.config import MoEConfig
 from moe_ep.errors import ConfigError
-from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.handle import DispatchOutput
 from moe_ep.layers.experts import GroupedExperts
 from moe_ep.layers.router import TopKRouter

@@ -10,7 +10,7 @@
 
 namespace moe_ep {
 
-// Writes x / scale as e4m3 and the scale of each block. The arithmetic is that of moe_ep/fp8.py, bit for bit.
+// Writes x / scale as e4m3 and the scale of each block. The arithmetic is that of moe_ep/fp8/cast.py, bit for bit.
 //
 //   x       in   [T, H] of row_type, contiguous, aligned to its element; device memory
 //   q       out  [T, H] e4m3 (one byte), contiguous

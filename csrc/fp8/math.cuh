@@ -1,4 +1,4 @@
-// The arithmetic of one FP8 block, as moe_ep/fp8.py writes it down: bit for bit the same in every cast.
+// The arithmetic of one FP8 block, as moe_ep/fp8/cast.py writes it down: bit for bit the same in every cast.
 #pragma once
 
 #include <cuda_fp8.h>

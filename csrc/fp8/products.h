@@ -14,7 +14,7 @@
 
 namespace moe_ep {
 
-// What one scale is for: moe_ep/fp8_matrix.py has the layouts.
+// What one scale is for: moe_ep/fp8/matrix.py has the layouts.
 enum class Fp8Scaling { kRows, kTiles, kTensor };
 
 struct Fp8Operand {

@@ -1,5 +1,5 @@
 // Casts to FP8 (e4m3) of rows that are grouped by expert, and of their transpose, in the layout that FP8 GEMMs read:
-// the contract is moe_ep/fp8_matrix.py. R rows, K their width, B = ceil(K / 128), E(t) the expert of tile t.
+// the contract is moe_ep/fp8/matrix.py. R rows, K their width, B = ceil(K / 128), E(t) the expert of tile t.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,8 +33,8 @@ struct TileOutputs {
   float* column_scales;  // [tiles, K]; one_scale: expert after expert [B, round_up(tiles of an expert, 4)]
 };
 
-// One pass over the tiles; the arithmetic of a block is that of moe_ep/fp8.py, bit for bit. A block is 1x128 in `rows`,
-// 128x1 (the rows of a tile) in `columns`, and with one_scale the tile of 128x128 in both.
+// One pass over the tiles; the arithmetic of a block is that of moe_ep/fp8/cast.py, bit for bit. A block is 1x128 in
+// `rows`, 128x1 (the rows of a tile) in `columns`, and with one_scale the tile of 128x128 in both.
 //
 //   row_type   bfloat16 or float32 (bfloat16 with kFp8)
 //   tiles      in   [num_tiles] in device memory

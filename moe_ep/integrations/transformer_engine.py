@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from moe_ep.fp8 import num_blocks
-from moe_ep.fp8_matrix import Fp8Matrices, Fp8Matrix
-from moe_ep.fp8_rows import Fp8Rows
+from moe_ep.fp8.matrix import Fp8Matrices, Fp8Matrix
+from moe_ep.fp8.rows import Fp8Rows
 
 OLDEST, NEWEST = (2, 3), (2, 20)
 _HOME = "transformer_engine.pytorch"

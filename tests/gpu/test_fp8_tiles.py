@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_ep import _native
 from moe_ep.fp8 import quantize_1x128
-from moe_ep.fp8_blocks import (
+from moe_ep.fp8.blocks import (
     cast_rows,
     cast_swiglu,
     cast_swiglu_grad,
@@ -17,7 +17,7 @@ from moe_ep.fp8_blocks import (
     pack_scales,
     transpose_rows,
 )
-from moe_ep.fp8_matrix import Fp8Matrices, RowRanges
+from moe_ep.fp8.matrix import Fp8Matrices, RowRanges
 from moe_ep.layers.activations import activate, activation_grad
 from tests.compare import assert_same_bits
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import moe_ep
 from moe_ep.config import FP8Config
-from moe_ep.fp8_blocks import cast_rows, cast_weights
-from moe_ep.fp8_matrix import RowRanges
+from moe_ep.fp8.blocks import cast_rows, cast_weights
+from moe_ep.fp8.matrix import RowRanges
 from moe_ep.integrations import transformer_engine
 from moe_ep.layers.fp8_cublas import CublasGemm
 from moe_ep.layers.fp8_gemm import GroupedGemm, PlainGemm, TransformerEngineGemm, make_gemm

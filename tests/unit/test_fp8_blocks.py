@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
-from moe_ep.fp8_blocks import cast_rows, cast_weights, pack_scales, transpose_rows
-from moe_ep.fp8_matrix import Fp8Matrix, RowRanges, check_sizes, row_scales, split_columns, split_rows
+from moe_ep.fp8.blocks import cast_rows, cast_weights, pack_scales, transpose_rows
+from moe_ep.fp8.matrix import Fp8Matrix, RowRanges, check_sizes, row_scales, split_columns, split_rows
 from tests.compare import assert_same_bits
 from tests.fp8_oracle import rounded
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_ep.fp8_matrix import RowRanges
+from moe_ep.fp8.matrix import RowRanges
 from moe_ep.layers.fp8_recipe import PerTensor
 from tests.compare import assert_same_bits
 from tests.fp8_oracle import relative_error

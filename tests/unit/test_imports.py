@@ -92,7 +92,7 @@ def test_imports_point_one_way() -> None:
         ("moe_ep.backends.torch_dist", "from ..buffer import Buffer", True),
         ("moe_ep.backends.torch_dist", "def f():\n    import moe_ep.buffer", True),
         ("moe_ep.backends.intranode", "from moe_ep import _C, _native", False),
-        ("moe_ep.fp8", "from moe_ep import _native", False),
+        ("moe_ep.fp8.cast", "from moe_ep import _native", False),
         ("moe_ep.errors", "from . import backends", True),
         ("moe_ep.cli", "import moe_ep.layers.moe, moe_ep", False),
     ],

@@ -9,8 +9,8 @@ from torch import Tensor
 import moe_ep
 from moe_ep.config import FP8Config
 from moe_ep.fp8 import quantize_1x128
-from moe_ep.fp8_blocks import cast_rows, cast_weights
-from moe_ep.fp8_matrix import RowRanges
+from moe_ep.fp8.blocks import cast_rows, cast_weights
+from moe_ep.fp8.matrix import RowRanges
 from moe_ep.integrations import transformer_engine
 from moe_ep.layers.fp8_gemm import PlainGemm, TransformerEngineGemm, make_gemm
 from moe_ep.layers.fp8_recipe import PerTensor

@@ -1,8 +1,8 @@
-"""Casts of the rows of several experts, and of their weights, to FP8 blocks in the GEMM's layout (`moe_ep.fp8_matrix`).
+"""Casts of the rows of several experts, and of their weights, to FP8 blocks in the GEMM's layout (`moe_ep.fp8.matrix`).
 
 Rows keep one scale a 1x128 block. Their transpose, which the weights' gradient multiplies, has blocks of 128 rows of
 one expert; the last block of an expert may be shorter. Weights have one scale a 128x128 block, and their transpose the
-same bytes and scales, transposed. The arithmetic of a block is that of `moe_ep.fp8`, whatever its shape.
+same bytes and scales, transposed. The arithmetic of a block is that of `moe_ep.fp8.cast`, whatever its shape.
 
 On CUDA with the extension one kernel does each cast (csrc/fp8/tiles.h), where the sizes are multiples of 16 and the
 dtype is bfloat16 or float32; elsewhere PyTorch does it, with the same bits.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
-from moe_ep.fp8 import BLOCK_ELEMS, dequantize_1x128, num_blocks, quantize_1x128
-from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, Scaling, round_up, row_scales, split_columns, split_rows
+from moe_ep.fp8.cast import BLOCK_ELEMS, dequantize_1x128, num_blocks, quantize_1x128
+from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, Scaling, round_up, row_scales, split_columns, split_rows
 from moe_ep.kernel_arguments import dtype_name
 
 _KERNEL_DTYPES: Final = (torch.bfloat16, torch.float32)

@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from moe_ep.fp8 import BLOCK_ELEMS, num_blocks
+from moe_ep.fp8.cast import BLOCK_ELEMS, num_blocks
 
 Scaling = Literal["rows", "tiles", "tensor"]
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

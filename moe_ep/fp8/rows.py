@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ep.fp8 import dequantize_1x128
-from moe_ep.fp8_blocks import pack_scales
-from moe_ep.fp8_matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
+from moe_ep.fp8.blocks import pack_scales
+from moe_ep.fp8.cast import dequantize_1x128
+from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
 
 
 @dataclass(frozen=True, eq=False)
