@@ -23,7 +23,7 @@ from moe_ep.backends.header import CALLS, dtype_number
 from moe_ep.backends.node_low_latency_memory import NodeLowLatencyMemory
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.kernel_arguments import address, dtype_name
-from moe_ep.low_latency_layout import AS_GIVEN, FP8_UE8M0, CallShape, NodeRouting
+from moe_ep.low_latency.layout import AS_GIVEN, FP8_UE8M0, CallShape, NodeRouting
 from moe_ep.placement import fingerprint_of
 
 OPEN, MASKED, LOST = 0, 1, 2  # how a rank stands in the mask

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "moe_ep"
 # layers -> autograd -> buffer -> backends -> csrc: a module imports from its own floor and those below.
 # `checks` looks at what callers hand to a buffer before a backend sees it.
 FLOORS = {"layers": 5, "autograd": 4, "buffer": 3, "checks": 3, "backends": 2, "_native": 1, "_C": 1}
-FLOORS |= {"normal_mode": 3, "low_latency": 3, "low_latency_checks": 3, "survivors": 3}  # the parts of Buffer
-FLOORS |= {"low_latency_node": 3}
+FLOORS |= {"normal_mode": 3, "low_latency": 3}  # the parts of Buffer ...
+FLOORS |= {"low_latency.layout": 1}  # ... but this one is a leaf, which the backends read too
 # Every other module is a leaf (errors, config, fp8, reference ...): it imports leaves and the kernels only ...
 LEAF_FLOOR = 1
 # ... except what stands above the layers: it imports everything, and nothing below imports it.
@@ -27,8 +27,8 @@ def floor_of(module: str) -> int:
     """The floor of a module by its dotted name, which begins with moe_ep."""
     if module in LEAVES_IN_THE_ROOF:
         return LEAF_FLOOR
-    part = (module.split(".") + [""])[1]
-    return ROOF_FLOOR if part in ROOF else FLOORS.get(part, LEAF_FLOOR)
+    parts = module.split(".")[1:3] or [""]
+    return ROOF_FLOOR if parts[0] in ROOF else FLOORS.get(".".join(parts), FLOORS.get(parts[0], LEAF_FLOOR))
 
 
 def module_names() -> dict[str, Path]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_ep.backends.base import Backend
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.errors import ConfigError
-from moe_ep.low_latency import LowLatency
-from moe_ep.low_latency_state import LowLatencyState
+from moe_ep.low_latency.mode import LowLatency
+from moe_ep.low_latency.state import LowLatencyState
 from moe_ep.placement import ExpertPlacement
 from moe_ep.reference import dispatch_loop
 from tests.distributed.conformance import owner_table

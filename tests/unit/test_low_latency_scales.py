@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.fp8 import quantize_1x128
-from moe_ep.low_latency_layout import (
+from moe_ep.low_latency.layout import (
     FP8,
     FP8_ROUNDED,
     FP8_UE8M0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moe_ep.low_latency_layout import LowLatencyHandle
+from moe_ep.low_latency.layout import LowLatencyHandle
 
 MAX_IN_FLIGHT = 2
 

@@ -1,6 +1,6 @@
 """The low-latency mode of `Buffer` under DeepEP V1's names, arguments and return orders; not differentiable.
 
-Two forms with the same results. Where the backend has kernels for them (`moe_ep.low_latency_node`), nothing waits on
+Two forms with the same results. Where the backend has kernels for them (`moe_ep.low_latency.node`), nothing waits on
 the host. The portable form is here, which says what the results are and not how fast they come: the rows of a call
 travel before it returns, and a hook only writes them to where the caller sees them. Row orders and sums are those of
 `moe_ep.dispatch` with layout "expert_major" and of `moe_ep.combine` with `exact=True`.
@@ -25,7 +25,7 @@ from moe_ep.checks import check_handle, check_int, check_origin
 from moe_ep.dispatch_config import low_latency_rdma_size_hint
 from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle
-from moe_ep.low_latency_checks import (
+from moe_ep.low_latency.checks import (
     CALLS,
     check_alike,
     check_async,
@@ -36,7 +36,7 @@ from moe_ep.low_latency_checks import (
     slot_weights,
     without_experts,
 )
-from moe_ep.low_latency_layout import (
+from moe_ep.low_latency.layout import (
     AS_GIVEN,
     LowLatencyHandle,
     NodeRouting,
@@ -46,10 +46,10 @@ from moe_ep.low_latency_layout import (
     put_rows,
     without_ranks,
 )
-from moe_ep.low_latency_node import NodeCall, combine_on_node, dispatch_on_node
-from moe_ep.low_latency_state import LowLatencyState, ReceiveHook
+from moe_ep.low_latency.node import NodeCall, combine_on_node, dispatch_on_node
+from moe_ep.low_latency.state import LowLatencyState, ReceiveHook
+from moe_ep.low_latency.survivors import among_the_living
 from moe_ep.placement import ExpertPlacement
-from moe_ep.survivors import among_the_living
 
 T = TypeVar("T")
 Hook = Callable[[], None]

@@ -15,7 +15,7 @@ from moe_ep.backends.base import DispatchRequest
 from moe_ep.checks import as_weights, check_int, check_tensor, dispatch_request
 from moe_ep.errors import ConfigError
 from moe_ep.fp8 import BLOCK_ELEMS
-from moe_ep.low_latency_layout import (
+from moe_ep.low_latency.layout import (
     AS_GIVEN,
     FORMATS,
     FP8,

@@ -1,6 +1,6 @@
 """The low-latency calls where kernels serve them: checks that read nothing of the device, launches, hooks.
 
-Letters as in `moe_ep.low_latency`.
+Letters as in `moe_ep.low_latency.mode`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ep.backends.node_low_latency import NodeLowLatency
 from moe_ep.errors import EPTimeoutError
 from moe_ep.event import EventHandle, EventOverlap
-from moe_ep.low_latency_checks import (
+from moe_ep.low_latency.checks import (
     CALLS,
     check_async,
     check_combine,
@@ -23,8 +23,8 @@ from moe_ep.low_latency_checks import (
     row_format_of,
     slot_weights,
 )
-from moe_ep.low_latency_layout import AS_GIVEN, CallShape, LowLatencyHandle, NodeRouting
-from moe_ep.low_latency_state import LowLatencyState, ReceiveHook
+from moe_ep.low_latency.layout import AS_GIVEN, CallShape, LowLatencyHandle, NodeRouting
+from moe_ep.low_latency.state import LowLatencyState, ReceiveHook
 from moe_ep.placement import ExpertPlacement
 
 Hook = Callable[[], None]
