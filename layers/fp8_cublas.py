@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
-from moe_ep._native_fp8 import Fp8Products
+from moe_ep._native.arguments import dtype_name
+from moe_ep._native.fp8 import Fp8Products
 from moe_ep.fp8.matrix import Fp8Matrices
-from moe_ep.kernel_arguments import dtype_name
 
 _WORKSPACE_BYTES: Final = 32 * 1024 * 1024  # of each stream, what cuBLAS asks for on Hopper
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
+from moe_ep._native.arguments import address
 from moe_ep.autograd import ops
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.config import RouterConfig
-from moe_ep.kernel_arguments import address
 from moe_ep.layers import kernels
 
 _MAX_EXPERTS: Final = 1024  # as in csrc/layer/topk.h

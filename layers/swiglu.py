@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
+from moe_ep._native.arguments import dtype_name
 from moe_ep.autograd import ops
 from moe_ep.autograd.once import once_differentiable
-from moe_ep.kernel_arguments import dtype_name
 from moe_ep.layers import kernels
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,7 +1,7 @@
 """Backend `intranode` without a GPU: a node whose kernels only keep the books.
 
 The ranks of a `FakeNode` are threads of one process (`run`), or one rank each of several processes that share a real
-store. A `FakeExchange` has the methods of `moe_ep._native_exchange.NativeExchange`. It does not move rows; it keeps
+store. A `FakeExchange` has the methods of `moe_ep._native.exchange.NativeExchange`. It does not move rows; it keeps
 what it was handed, agrees on verdicts as docs/protocol.md says, and complains where memory is freed that a peer has
 open.
 """
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from moe_ep._native_exchange import Answer, NativeExchange
+from moe_ep._native.exchange import Answer, NativeExchange
 from moe_ep.backends import node_calls, node_memory
 from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.header import ERRORS
@@ -184,7 +184,7 @@ class FakeRoute(SimpleNamespace):
 
 @dataclass
 class FakeKernels(KernelSizes):
-    """`moe_ep._native_exchange.ExchangeKernels`, with the numbers of csrc/exchange/exchange.h."""
+    """`moe_ep._native.exchange.ExchangeKernels`, with the numbers of csrc/exchange/exchange.h."""
 
     node: FakeNode
     rank: int

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep._native_exchange import Answer
+from moe_ep._native.exchange import Answer
 from moe_ep.backends import internode_choice, internode_kernels, node_calls, node_memory
 from moe_ep.backends.device_faults import GO, GROW
 from moe_ep.backends.node_calls import NodeCalls
@@ -205,7 +205,7 @@ class PlayedRail:
 
 
 class PlayedExchange:
-    """`moe_ep._native_exchange.NativeExchange` as far as the legs of a call between nodes need it."""
+    """`moe_ep._native.exchange.NativeExchange` as far as the legs of a call between nodes need it."""
 
     def __init__(self, kernels: PlayedKernels, rank: int, size: int, timeout_secs: float) -> None:
         self.kernels, self.rank, self.size = kernels, rank, size

@@ -1,4 +1,4 @@
-// The part of moe_ep._C that casts to FP8 for the experts; the Python signatures are in moe_ep/_native_fp8.py.
+// The part of moe_ep._C that casts to FP8 for the experts; the Python signatures are in moe_ep/_native/fp8.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

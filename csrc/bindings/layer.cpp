@@ -1,4 +1,4 @@
-// The part of moe_ep._C that moe_ep.layers calls; the Python signatures are in moe_ep/_native_layer.py.
+// The part of moe_ep._C that moe_ep.layers calls; the Python signatures are in moe_ep/_native/layer.py.
 #include <pybind11/pybind11.h>
 
 #include <string>

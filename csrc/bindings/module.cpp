@@ -1,7 +1,7 @@
 // The Python module moe_ep._C. Pointers and streams arrive as integers: no tensor type crosses this border, so one
 // build serves every PyTorch version. Arguments are by keyword only, since most are integers and would swap silently;
 // the launches of an exchange are the exception. The contracts are in the headers of the launch functions; the Python
-// signatures are in moe_ep/_native.py.
+// signatures are in moe_ep/_native/loader.py.
 #include <pybind11/pybind11.h>
 
 #include <string>

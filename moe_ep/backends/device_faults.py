@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from moe_ep._native_exchange import Answer
+from moe_ep._native.exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.header import CALLS, ERRORS, OPERATIONS, disagreement
 from moe_ep.backends.node_header import GOES_ON_WORD, STATUS_WORD, Words, header_of, unpack

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from moe_ep._native.arguments import address, dtype_name
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.device_faults import GO
 from moe_ep.backends.header import DTYPES, NUM_MATCH_WORDS, OK, OPERATIONS, Header, dtype_number, status_of
@@ -25,7 +26,6 @@ from moe_ep.backends.node_rows import Load, aligned, kind_of, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import LAYOUTS, DispatchHandle, Layout
-from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement
 

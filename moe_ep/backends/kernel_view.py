@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import ExchangeKernels
+from moe_ep._native.exchange import ExchangeKernels
 from moe_ep.handle import DispatchHandle
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep._native import require
-from moe_ep._native_exchange import Answer
+from moe_ep._native.exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.device_faults import GROW, DeviceFaults
 from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header, status_of

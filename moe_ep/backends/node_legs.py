@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import NativeRows
+from moe_ep._native.arguments import address
+from moe_ep._native.exchange import NativeRows
 from moe_ep.backends.header import OPERATIONS, Header
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.backends.node_route import Route
 from moe_ep.backends.node_rows import Kind, kind_of
-from moe_ep.kernel_arguments import address
 
 
 class NodeLegs(NodeCalls):
@@ -25,7 +25,7 @@ class NodeLegs(NodeCalls):
 
     @property
     def state_address(self) -> int:
-        """Of the exchange, as `moe_ep._native_rail` takes it."""
+        """Of the exchange, as `moe_ep._native.rail` takes it."""
         return self._exchange.state_address
 
     @property

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_ep._native import NativeKernels
-from moe_ep._native_low_latency import NativeCombine, NativeDispatch, NativeLaunch, NativeShape
+from moe_ep._native.arguments import address, dtype_name
+from moe_ep._native.low_latency import NativeCombine, NativeDispatch, NativeLaunch, NativeShape
 from moe_ep.backends.device_faults import DeviceFaults
 from moe_ep.backends.header import CALLS, dtype_number
 from moe_ep.backends.node_low_latency_memory import NodeLowLatencyMemory
 from moe_ep.backends.node_memory import NodeMemory
-from moe_ep.kernel_arguments import address, dtype_name
 from moe_ep.low_latency.layout import AS_GIVEN, FP8_UE8M0, CallShape, NodeRouting
 from moe_ep.placement import fingerprint_of
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from moe_ep._native import NativeKernels
-from moe_ep._native_low_latency import NativeLowLatency
+from moe_ep._native.low_latency import NativeLowLatency
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.errors import ConfigError
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from moe_ep._native import NativeKernels, load
-from moe_ep._native_exchange import NativeExchange
+from moe_ep._native.exchange import NativeExchange
 from moe_ep.backends.meeting import STORE_KEEPER, STORE_SECS, meet, name_ranks, within
 from moe_ep.errors import EPTimeoutError
 from moe_ep.placement import fingerprint_of

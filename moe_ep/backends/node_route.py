@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ep._native_exchange import ExchangeKernels, NativeRoute
+from moe_ep._native.exchange import ExchangeKernels, NativeRoute
 from moe_ep.backends.header import NUM_MATCH_WORDS, Header
 from moe_ep.backends.kernel_view import kernel_view
 from moe_ep.backends.node_header import pack

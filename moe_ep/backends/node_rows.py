@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import NativeRows
+from moe_ep._native.arguments import dtype_name
+from moe_ep._native.exchange import NativeRows
 from moe_ep.backends.header import dtype_number
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.fp8 import UNIT_SCALE
-from moe_ep.kernel_arguments import dtype_name
 
 # NaN in the dtype, repeated over eight bytes. Bytes are taken for FP8.
 POISON = {

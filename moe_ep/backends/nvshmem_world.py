@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep._native_rail import NativeNvshmemRail, NativeRail, NvshmemKernels, load_nvshmem
+from moe_ep._native.rail import NativeNvshmemRail, NativeRail, NvshmemKernels, load_nvshmem
 from moe_ep.backends.node_memory import Gathering
 from moe_ep.errors import ConfigError
 

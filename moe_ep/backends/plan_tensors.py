@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import Counts, ExchangeKernels, NativeExchange
+from moe_ep._native.arguments import address
+from moe_ep._native.exchange import Counts, ExchangeKernels, NativeExchange
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.node_route import NAME, Route, RouteTensors, shared_header, staging_of
 from moe_ep.handle import DispatchHandle
-from moe_ep.kernel_arguments import address
 
 
 class RowTensors(NamedTuple):

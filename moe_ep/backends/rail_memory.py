@@ -8,7 +8,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from moe_ep._native_rail import NativeRail, NativeRound, RailKernels
+from moe_ep._native.rail import NativeRail, NativeRound, RailKernels
 from moe_ep.backends.meeting import meet
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_memory import Gathering

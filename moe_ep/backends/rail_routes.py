@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import ExchangeKernels
+from moe_ep._native.exchange import ExchangeKernels
 from moe_ep.backends.kernel_view import kernel_view
 from moe_ep.backends.node_route import Route, RouteTensors, shared_header, staging_of
 from moe_ep.backends.rounds import Rounds

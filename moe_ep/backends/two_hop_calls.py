@@ -18,14 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_ep._native_exchange import NativeRows
-from moe_ep._native_rail import NativeRound, RailKernels
+from moe_ep._native.arguments import address
+from moe_ep._native.exchange import NativeRows
+from moe_ep._native.rail import NativeRound, RailKernels
 from moe_ep.backends.header import OPERATIONS
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_rows import Load, aligned, kind_of
 from moe_ep.backends.rail_memory import RailMemory
 from moe_ep.backends.rail_routes import RailFlows, RailRoutes
-from moe_ep.kernel_arguments import address
 
 NUM_SLOTS = 2  # rounds under way; kHopSlots of csrc/internode/rail.h
 

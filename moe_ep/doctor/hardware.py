@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Literal
 
 from moe_ep._native import NativeKernels
-from moe_ep._native_exchange import NativeExchange
+from moe_ep._native.exchange import NativeExchange
 from moe_ep.doctor.finding import Finding
 from moe_ep.doctor.machine import Machine
 

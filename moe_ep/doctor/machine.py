@@ -72,7 +72,7 @@ class Machine:
 
     def home(self) -> Path:
         """The folder of the package that runs."""
-        return Path(_native.__file__).resolve().parent
+        return Path(_native.__file__).resolve().parents[1]
 
     def installed_home(self) -> Path | None:
         """The folder of the installed package; None where it is not installed, or by a link to its sources."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
+from moe_ep._native.arguments import dtype_name
 from moe_ep.fp8.cast import BLOCK_ELEMS, dequantize_1x128, num_blocks, quantize_1x128
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, Scaling, round_up, row_scales, split_columns, split_rows
-from moe_ep.kernel_arguments import dtype_name
 
 _KERNEL_DTYPES: Final = (torch.bfloat16, torch.float32)
 _KERNEL_STEP: Final = 16  # elements: what the kernels ask of widths and of rows

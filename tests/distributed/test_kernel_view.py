@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import moe_ep
-from moe_ep._native_exchange import ExchangeKernels
+from moe_ep._native.exchange import ExchangeKernels
 from moe_ep.backends.kernel_view import kernel_view
 from tests.distributed.conformance import NUM_TOPK, owner_table
 from tests.ranks import Pools

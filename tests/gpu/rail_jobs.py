@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep._native import require
-from moe_ep._native_rail import load_nvshmem
+from moe_ep._native.rail import load_nvshmem
 from moe_ep.backends.node_memory import _DeviceBytes
 
 HIDDEN = 512  # of float32 rows; the second kind of rows has an eighth of it

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moe_ep._native import NativeKernels
-from moe_ep._native_exchange import NativeExchange
+from moe_ep._native.exchange import NativeExchange
 from moe_ep.doctor.machine import Gpu, Machine
 
 H200 = Gpu("NVIDIA H200", (9, 0), 140 << 30)

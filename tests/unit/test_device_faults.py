@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moe_ep._native_exchange import Answer
+from moe_ep._native.exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.device_faults import DISAGREE, FAILED, GO, GROW, REFUSE, DeviceFaults
 from moe_ep.backends.header import ERRORS, OPERATIONS, Header

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_ep import _native
-from moe_ep._native_exchange import NativeExchange
+from moe_ep._native.exchange import NativeExchange
 
 needs_extension = pytest.mark.skipif(
     importlib.util.find_spec("moe_ep._C") is None, reason="needs moe_ep._C, which this install was made without"
@@ -41,7 +41,7 @@ def test_an_extension_that_does_not_load_keeps_its_own_error(monkeypatch: pytest
     def broken(name: str) -> None:
         raise ImportError(f"{name}: undefined symbol")
 
-    monkeypatch.setattr(_native.importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     with pytest.raises(ImportError, match="undefined symbol"):
         _native.load()
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ep._native.arguments import address, dtype_name
 from moe_ep.backends.header import dtype_number
 from moe_ep.backends.node_rows import POISON, Load, aligned, round_up
 from moe_ep.fp8 import UNIT_SCALE
-from moe_ep.kernel_arguments import address, dtype_name
 
 ROW_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)

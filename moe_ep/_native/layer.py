@@ -1,4 +1,4 @@
-"""The signatures of the layer's own kernels in `moe_ep._C`: routing and SwiGLU. See `moe_ep._native`."""
+"""The signatures of the layer's own kernels in `moe_ep._C`: routing and SwiGLU. See `moe_ep._native.loader`."""
 
 from typing import Protocol
 

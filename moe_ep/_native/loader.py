@@ -7,11 +7,11 @@ import functools
 import importlib
 from typing import Protocol, cast
 
-from moe_ep._native_exchange import ExchangeKernels
-from moe_ep._native_fp8 import Fp8Kernels
-from moe_ep._native_layer import LayerKernels
-from moe_ep._native_low_latency import LowLatencyKernels
-from moe_ep._native_rail import RailKernels
+from moe_ep._native.exchange import ExchangeKernels
+from moe_ep._native.fp8 import Fp8Kernels
+from moe_ep._native.layer import LayerKernels
+from moe_ep._native.low_latency import LowLatencyKernels
+from moe_ep._native.rail import RailKernels
 
 
 class NativeKernels(LayerKernels, Fp8Kernels, ExchangeKernels, LowLatencyKernels, RailKernels, Protocol):

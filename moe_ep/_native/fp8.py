@@ -1,4 +1,4 @@
-"""The signatures of the FP8 casts of the experts in `moe_ep._C`. See `moe_ep._native`."""
+"""The signatures of the FP8 casts of the experts in `moe_ep._C`. See `moe_ep._native.loader`."""
 
 from typing import Protocol
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from moe_ep._native_exchange import NativeExchange
+from moe_ep._native.exchange import NativeExchange
 
 
 class NativeShape(Protocol):
