@@ -6,7 +6,7 @@ from moe_ep.autograd.dispatch import dispatch
 from moe_ep.autograd.dispatch_fp8 import dispatch_fp8
 from moe_ep.buffer import Buffer
 from moe_ep.config import load_config
-from moe_ep.dispatch_config import Config, topk_idx_t
+from moe_ep.deep_ep_v1.config import Config, topk_idx_t
 from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchOutput

@@ -21,10 +21,10 @@ from moe_ep.backends.internode_kernels import InternodeKernelsBackend
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_memory import why_unavailable
 from moe_ep.backends.torch_dist import TorchDistBackend
+from moe_ep.deep_ep_v1.normal_mode import NormalMode
 from moe_ep.errors import ConfigError
 from moe_ep.low_latency.mode import LowLatency
 from moe_ep.low_latency.state import LowLatencyState
-from moe_ep.normal_mode import NormalMode
 from moe_ep.placement import ExpertPlacement
 
 MAX_TIMEOUT_SECS = 1e6  # what the waits of torch.distributed can hold, with a margin

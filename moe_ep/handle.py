@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe_ep.deep_ep_v1.handle_tuple import v1_tuple
 from moe_ep.ordered_sum import OrderedSum
-from moe_ep.v1_handle import v1_tuple
 
 Layout = Literal["compact", "expert_major"]
 LAYOUTS: tuple[Layout, ...] = ("compact", "expert_major")
@@ -132,7 +132,7 @@ class DispatchHandle:
 
     @cached_property
     def v1_tuple(self) -> tuple[Tensor, ...]:
-        """What DeepEP V1's intranode handle holds; see `moe_ep.v1_handle`."""
+        """What DeepEP V1's intranode handle holds; see `moe_ep.deep_ep_v1.handle_tuple`."""
         return v1_tuple(self)
 
     # -- tensors only, for custom ops -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from moe_ep import buffer, utils
 from moe_ep.buffer import Buffer
-from moe_ep.dispatch_config import Config, topk_idx_t
+from moe_ep.deep_ep_v1.config import Config, topk_idx_t
 from moe_ep.event import EventHandle, EventOverlap
 
 _NAME = "deep_ep"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_ep.backends.base import Backend, DispatchPlan
 from moe_ep.checks import check_handle, check_int, check_origin
-from moe_ep.dispatch_config import low_latency_rdma_size_hint
+from moe_ep.deep_ep_v1.config import low_latency_rdma_size_hint
 from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle
 from moe_ep.low_latency.checks import (
@@ -375,7 +375,7 @@ class LowLatency(ABC):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of DeepEP V1's low-latency heap; see `moe_ep.dispatch_config.low_latency_rdma_size_hint`.
+        """Bytes of DeepEP V1's low-latency heap; see `moe_ep.deep_ep_v1.config.low_latency_rdma_size_hint`.
 
         Buffers of this package grow with need; the number limits nothing. The arguments are M, H, W
         (`num_max_dispatch_tokens_per_rank`, `hidden`, `num_ranks`) and E (`num_experts`).

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import moe_ep.buffer
-import moe_ep.dispatch_config
+import moe_ep.deep_ep_v1.config
 import moe_ep.event
 import moe_ep.utils
 from moe_ep.integrations.deep_ep import install, uninstall
@@ -51,8 +51,8 @@ def test_every_form_of_import_finds_the_classes_of_this_package() -> None:
         found,
     )
     assert found["Buffer"] is moe_ep.buffer.Buffer
-    assert found["Config"] is moe_ep.dispatch_config.Config
-    assert found["topk_idx_t"] is moe_ep.dispatch_config.topk_idx_t
+    assert found["Config"] is moe_ep.deep_ep_v1.config.Config
+    assert found["topk_idx_t"] is moe_ep.deep_ep_v1.config.topk_idx_t
     assert found["EventHandle"] is found["Handle"] is moe_ep.event.EventHandle
     assert found["EventOverlap"] is found["Overlap"] is moe_ep.event.EventOverlap
     assert found["utils"] is moe_ep.utils

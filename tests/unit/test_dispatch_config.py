@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from moe_ep.dispatch_config import (
+from moe_ep.deep_ep_v1.config import (
     Config,
     low_latency_rdma_size_hint,
     recommended_combine_config,

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "moe_ep"
 # layers -> autograd -> buffer -> backends -> csrc: a module imports from its own floor and those below.
 # `checks` looks at what callers hand to a buffer before a backend sees it.
 FLOORS = {"layers": 5, "autograd": 4, "buffer": 3, "checks": 3, "backends": 2, "_native": 1, "_C": 1}
-FLOORS |= {"normal_mode": 3, "low_latency": 3}  # the parts of Buffer ...
-FLOORS |= {"low_latency.layout": 1}  # ... but this one is a leaf, which the backends read too
+FLOORS |= {"deep_ep_v1.normal_mode": 3, "low_latency": 3}  # the parts of Buffer ...
+FLOORS |= {"low_latency.layout": 1}  # ... but this one is a leaf, for the backends read it too
 # Every other module is a leaf (errors, config, fp8, reference ...): it imports leaves and the kernels only ...
 LEAF_FLOOR = 1
 # ... except what stands above the layers: it imports everything, and nothing below imports it.

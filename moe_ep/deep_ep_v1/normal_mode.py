@@ -27,11 +27,11 @@ from moe_ep.checks import (
     check_topk,
     raise_faults,
 )
-from moe_ep.dispatch_config import Config, recommended_combine_config, recommended_dispatch_config
+from moe_ep.deep_ep_v1.config import Config, recommended_combine_config, recommended_dispatch_config
+from moe_ep.deep_ep_v1.layout_counts import counted_layout, serves
 from moe_ep.event import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import find_bad_id, send_layout
-from moe_ep.layout_kernel import counted_layout, serves
 from moe_ep.placement import ExpertPlacement
 
 RANKS_PER_NODE = 8  # what DeepEP V1 takes for a node
