@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from moe_ep.config import MoEConfig
 from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.layers.activations import activate, input_projection, mlp
-from moe_ep.layers.fp8_experts import Fp8Experts
+from moe_ep.layers.fp8.experts import Fp8Experts
 from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
 
 

@@ -31,7 +31,7 @@ class MakeFp8Products(Protocol):
 
 
 class Fp8Kernels(Protocol):
-    """What `moe_ep.fp8.blocks` and `moe_ep.layers.fp8_cublas` call. Pointers and streams are integers; 0 means null."""
+    """What `moe_ep.fp8.blocks` and `moe_ep.layers.fp8.cublas` call. Pointers and streams are integers; 0 means null."""
 
     Fp8Products: MakeFp8Products
 

@@ -87,7 +87,7 @@ class TransformerEngine:
     # -- GEMM ---------------------------------------------------------------------------------------------------------
 
     def grouped_gemm(self, a: Fp8Matrices, b: Fp8Matrices, outs: Sequence[Tensor]) -> None:
-        """outs[i] = b[i] @ a[i].T; see `moe_ep.layers.fp8_gemm.GroupedGemm`."""
+        """outs[i] = b[i] @ a[i].T; see `moe_ep.layers.fp8.gemm.GroupedGemm`."""
         lefts, rights = self._records(a), self._records(b)
         busy = [at for at, codes in enumerate(b.codes) if codes.numel()]
         if len(busy) < len(outs):

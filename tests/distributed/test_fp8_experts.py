@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_ep
 from moe_ep.config import EPConfig, FP8Config, MoEConfig, RouterConfig
 from moe_ep.fp8.matrix import Fp8Matrix
-from moe_ep.layers.fp8_gemm import PlainGemm
+from moe_ep.layers.fp8.gemm import PlainGemm
 from tests.compare import assert_same_bits
 from tests.fp8_oracle import relative_error, swiglu_moe
 from tests.ranks import Pools

@@ -13,9 +13,9 @@ from moe_ep.config import FP8Config
 from moe_ep.fp8.blocks import cast_rows, cast_weights
 from moe_ep.fp8.matrix import RowRanges
 from moe_ep.integrations import transformer_engine
-from moe_ep.layers.fp8_cublas import CublasGemm
-from moe_ep.layers.fp8_gemm import GroupedGemm, PlainGemm, TransformerEngineGemm, make_gemm
-from moe_ep.layers.fp8_recipe import PerTensor
+from moe_ep.layers.fp8.cublas import CublasGemm
+from moe_ep.layers.fp8.gemm import GroupedGemm, PlainGemm, TransformerEngineGemm, make_gemm
+from moe_ep.layers.fp8.recipe import PerTensor
 from tests.compare import assert_same_bits
 from tests.distributed.test_fp8_experts import NAMES, TOKENS, functional, gathered, oracle
 from tests.fp8_oracle import relative_error

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep.fp8.matrix import RowRanges
-from moe_ep.layers.fp8_recipe import PerTensor
+from moe_ep.layers.fp8.recipe import PerTensor
 from tests.compare import assert_same_bits
 from tests.fp8_oracle import relative_error
 from tests.unit.test_fp8_weights import fp8_layer

@@ -38,7 +38,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return weights
 
-    from moe_ep.layers import fp8_recipe
+    from moe_ep.layers.fp8 import recipe as fp8_recipe
 
     for kind in (fp8_recipe.Blockwise, fp8_recipe.PerTensor):
         monkeypatch.setattr(kind, "weights", watched(kind.weights))

@@ -17,8 +17,10 @@ BUILD = "import sys; from setuptools import build_meta as meta; getattr(meta, sy
 
 def modules_on_disk() -> set[str]:
     """The Python files of the package by their path in a wheel."""
-    top = {f"moe_ep/{folder}/{path.name}" for folder in ("layers", "autograd") for path in (ROOT / folder).glob("*.py")}
-    return top | {str(path.relative_to(ROOT)) for path in (ROOT / "moe_ep").rglob("*.py")}
+    links = {
+        f"moe_ep/{path.relative_to(ROOT)}" for top in ("layers", "autograd") for path in (ROOT / top).rglob("*.py")
+    }
+    return links | {str(path.relative_to(ROOT)) for path in (ROOT / "moe_ep").rglob("*.py")}
 
 
 def build(kind: str, source: Path, target: Path, **environment: str) -> Path:

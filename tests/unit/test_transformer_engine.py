@@ -12,8 +12,8 @@ from moe_ep.fp8 import quantize_1x128
 from moe_ep.fp8.blocks import cast_rows, cast_weights
 from moe_ep.fp8.matrix import RowRanges
 from moe_ep.integrations import transformer_engine
-from moe_ep.layers.fp8_gemm import PlainGemm, TransformerEngineGemm, make_gemm
-from moe_ep.layers.fp8_recipe import PerTensor
+from moe_ep.layers.fp8.gemm import PlainGemm, TransformerEngineGemm, make_gemm
+from moe_ep.layers.fp8.recipe import PerTensor
 from tests.compare import assert_same_bits
 from tests.fake_transformer_engine import RELEASES, QuantizedTensor, install
 

@@ -22,7 +22,7 @@ _WORKSPACE_BYTES: Final = 32 * 1024 * 1024  # of each stream, what cuBLAS asks f
 
 
 class CublasGemm:
-    """One cuBLASLt product a pair, on several streams; see `moe_ep.layers.fp8_gemm.GroupedGemm`."""
+    """One cuBLASLt product a pair, on several streams; see `moe_ep.layers.fp8.gemm.GroupedGemm`."""
 
     name = "cublas"
 

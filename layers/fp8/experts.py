@@ -30,9 +30,9 @@ from moe_ep.config import MoEConfig
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, check_sizes
 from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.layers.activations import Activation, activate, activation_grad
-from moe_ep.layers.fp8_gemm import GroupedGemm, make_gemm
-from moe_ep.layers.fp8_recipe import Fp8Recipe, Pair, make_recipe
-from moe_ep.layers.fp8_weights import CastWeights, Fingerprint, identity_of
+from moe_ep.layers.fp8.gemm import GroupedGemm, make_gemm
+from moe_ep.layers.fp8.recipe import Fp8Recipe, Pair, make_recipe
+from moe_ep.layers.fp8.weights import CastWeights, Fingerprint, identity_of
 from moe_ep.layers.grouped_linear import weight_grad
 
 

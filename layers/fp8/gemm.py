@@ -17,7 +17,7 @@ from moe_ep.config import FP8Config
 from moe_ep.errors import ConfigError
 from moe_ep.fp8.matrix import Fp8Matrices
 from moe_ep.integrations import transformer_engine
-from moe_ep.layers import fp8_cublas
+from moe_ep.layers.fp8 import cublas
 
 
 class GroupedGemm(Protocol):
@@ -65,7 +65,7 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
     if config.gemm == "plain" and config.recipe != "mxfp8":
         return PlainGemm()
     is_te = config.gemm != "cublas"
-    obstacle = (transformer_engine if is_te else fp8_cublas).why_unavailable(config.recipe)
+    obstacle = (transformer_engine if is_te else cublas).why_unavailable(config.recipe)
     if obstacle is not None:
         other = (
             "moe.fp8.recipe to blockwise"
@@ -75,4 +75,4 @@ def make_gemm(config: FP8Config) -> GroupedGemm:
         raise ConfigError(
             f"moe.fp8.recipe is {config.recipe!r}, but {obstacle}. Or set {other}, or set moe.fp8.recipe to none."
         )
-    return TransformerEngineGemm() if is_te else fp8_cublas.CublasGemm()
+    return TransformerEngineGemm() if is_te else cublas.CublasGemm()
