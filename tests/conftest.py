@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 # In CI the same examples every time, and no limit on one of them: a loaded machine is slow. At home new ones each run.
 settings.register_profile("ci", derandomize=True, database=None, deadline=None)

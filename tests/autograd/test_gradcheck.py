@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.ranks import WORLD_SIZES, Pools
-from tests.routing import ROUTINGS, make_inputs
+from tests.helpers.ranks import WORLD_SIZES, Pools
+from tests.helpers.routing import ROUTINGS, make_inputs
 
 BACKENDS = ("torch",)
 LAYOUTS = ("compact", "expert_major")

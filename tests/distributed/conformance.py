@@ -14,8 +14,8 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.reference import LoopRow, combine_loop, dispatch_loop, rows_of
-from tests.compare import assert_close, assert_same_bits
-from tests.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
+from tests.helpers.compare import assert_close, assert_same_bits
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
 
 HIDDEN = 8  # rows of 16 bytes in bfloat16, the least that every backend takes
 NUM_TOPK = 3

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.ranks import Pools
-from tests.scale_experts import BACKENDS, Setup, assert_works, caught, mark, open_buffer, setups
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import BACKENDS, Setup, assert_works, caught, mark, open_buffer, setups
 
 Seen = tuple[type[BaseException] | None, str]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.reference import dense_moe
-from tests.ranks import Pools
-from tests.scale_experts import (
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import (
     BACKENDS,
     Case,
     Setup,

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import moe_ep
 from moe_ep.config import MoEConfig, RouterConfig
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
-from tests.scale_experts import Case, Setup, leave_nans_behind, open_buffer, run_case, scale_moe, setups, share
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Case, Setup, leave_nans_behind, open_buffer, run_case, scale_moe, setups, share
 
 ROWS = (0, 1, 15, 16, 17, 44)  # of each expert, over all sources
 PADDED = {

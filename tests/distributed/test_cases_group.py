@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
-from tests.compare import assert_same_bits
-from tests.faults import ROOT, Rank, World, run_worlds
-from tests.ranks import Pools
-from tests.scale_experts import (
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.faults import ROOT, Rank, World, run_worlds
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import (
     BACKENDS,
     LAYOUTS,
     TIMEOUT_SECS,

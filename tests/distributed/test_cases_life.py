@@ -17,9 +17,9 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
-from tests.faults import Ended, Rank, World, run_worlds
-from tests.ranks import Pools
-from tests.scale_experts import (
+from tests.helpers.faults import Ended, Rank, World, run_worlds
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import (
     BACKENDS,
     TIMEOUT_SECS,
     Setup,

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.layers.wrap import keep_exchange_contexts
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
 
 NUM_RUNS, NUM_PERMUTATIONS, NUM_STEPS = 10, 100, 50
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.compare import assert_same_bits
 from tests.distributed.test_layer import layer_config
-from tests.ranks import Pools
-from tests.scale_experts import Setup, open_buffer, setups, uninitialised_is_nan
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, open_buffer, setups, uninitialised_is_nan
 
 
 def two_hundred_steps(group: dist.ProcessGroup) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ranks import Pools
-from tests.scale_experts import Setup, assert_values, make_case, run_case, setups
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, assert_values, make_case, run_case, setups
 
 W01 = {"x": [[8]], "idx": [[[1]]], "weights": [[[0.5]]]}
 W03 = make_case(x=[[[1, 2, 3, 4]], []], idx=[[[0, 3]], []], weights=[[[0.6, 0.4]], []], num_experts=4)

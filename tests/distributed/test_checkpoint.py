@@ -12,8 +12,8 @@ from torch import Tensor
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.parallel import reduce_gradients
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 
 def _config(num_experts: int = 4, hidden: int = 8, backend: str = "auto") -> MoEConfig:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.conformance import check_routing
-from tests.ranks import WORLD_SIZES, Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.ranks import WORLD_SIZES, Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 
 BACKENDS = ("torch",)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

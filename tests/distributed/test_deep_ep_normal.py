@@ -12,9 +12,9 @@ from torch import Tensor
 
 import moe_ep as deep_ep
 from moe_ep.fp8 import quantize_1x128
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 HIDDEN, NUM_TOPK, NUM_TOKENS = 256, 4, 24
 BACKENDS = ("torch",)

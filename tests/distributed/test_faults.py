@@ -22,9 +22,19 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
-from tests.faults import ROOT, Ended, Rank, World, run_worlds
-from tests.ranks import Pools
-from tests.scale_experts import BACKENDS, Setup, assert_works, caught, make_case, mark, open_buffer, scale_moe, share
+from tests.helpers.faults import ROOT, Ended, Rank, World, run_worlds
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import (
+    BACKENDS,
+    Setup,
+    assert_works,
+    caught,
+    make_case,
+    mark,
+    open_buffer,
+    scale_moe,
+    share,
+)
 
 LIMIT_SECS = 4.0
 GRACE_SECS = 10.0  # over the limit, for finding out who is missing and for a loaded machine

@@ -18,9 +18,9 @@ import moe_ep
 from moe_ep.config import EPConfig, FP8Config, MoEConfig, RouterConfig
 from moe_ep.fp8.matrix import Fp8Matrix
 from moe_ep.layers.fp8.gemm import PlainGemm
-from tests.compare import assert_same_bits
-from tests.fp8_oracle import relative_error, swiglu_moe
-from tests.ranks import Pools
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.fp8_oracle import relative_error, swiglu_moe
+from tests.helpers.ranks import Pools
 
 HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 256, 192, 6, 2, 40
 NAMES = ("y", "dx", "dw", "gate_up", "down")

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import moe_ep
-from tests.compare import assert_same_bits
 from tests.distributed.test_fp8_experts import EXPERTS, HIDDEN, TOPK, make_layer
-from tests.fake_transformer_engine import DType, QuantizedTensor
-from tests.ranks import Pools
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.fake_transformer_engine import DType, QuantizedTensor
+from tests.helpers.ranks import Pools
 
 LIMIT_SECS = 20.0  # of the buffer: nobody may come near it
 RECIPES = ("blockwise", "current", "delayed")

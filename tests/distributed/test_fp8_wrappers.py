@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import moe_ep
 from benchmarks.routing import row_bytes
 from moe_ep.config import EPConfig, FP8Config, MoEConfig, RouterConfig
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
 
 
 def fp8_layer(alignment: int = 1, recipe: str = "blockwise", group: dist.ProcessGroup | None = None) -> moe_ep.MoELayer:

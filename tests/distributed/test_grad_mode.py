@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ep
-from tests.ranks import Pools
-from tests.scale_experts import caught
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import caught
 
 
 def _modes(group: dist.ProcessGroup, way: str) -> list[tuple[type[BaseException] | None, str]]:

@@ -14,10 +14,10 @@ import moe_ep
 from moe_ep.backends.internode import InternodeBackend
 from moe_ep.config import MoEConfig, RouterConfig
 from moe_ep.errors import ConfigError
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import check_routing
-from tests.ranks import Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
 
 HIDDEN, NUM_TOPK = 8, 4
 # (nodes, ranks a node); the processes of eight ranks take long on few cores.

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import moe_ep
 from moe_ep.errors import ConfigError
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import check_every_routing
-from tests.internode_jobs import as_torch_does, low_level
-from tests.played_kernels import played
-from tests.ranks import Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.internode_jobs import as_torch_does, low_level
+from tests.helpers.played_kernels import played
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 
 SHAPES = [(2, 1), (2, 2)]  # (nodes, ranks a node)
 SLOW_SHAPES = [pytest.param(*shape, marks=pytest.mark.slow(ci=True)) for shape in [(1, 2), (3, 1), (4, 1)]]

@@ -13,8 +13,8 @@ import moe_ep
 from moe_ep._native.exchange import ExchangeKernels
 from moe_ep.backends.kernel_view import kernel_view
 from tests.distributed.conformance import NUM_TOPK, owner_table
-from tests.ranks import Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
 
 
 class Sizes:

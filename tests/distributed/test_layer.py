@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.reference import dense_moe
-from tests.compare import assert_close, assert_same_bits
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.compare import assert_close, assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 HIDDEN, NUM_EXPERTS = 16, 8
 TOKENS = (5, 0, 9, 2, 1, 7, 0, 3)  # of rank r, cycled

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import moe_ep
 from moe_ep.config import MoEConfig, RouterConfig
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 
 def _layer(group: dist.ProcessGroup | None = None, **router: object) -> moe_ep.MoELayer:

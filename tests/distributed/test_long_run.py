@@ -22,7 +22,7 @@ from examples.pretraining.data import Corpus
 from examples.pretraining.ranks import Ranks
 from examples.pretraining.trainer import Trainer
 from moe_ep.config import load_config
-from tests.ranks import Pool, Pools
+from tests.helpers.ranks import Pool, Pools
 
 SETTLED = 50  # the step after which memory must be flat
 # What may be added to RSS between step 50 and the end. A step that kept its handles (a kilobyte or more for each layer)

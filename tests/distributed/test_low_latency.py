@@ -14,10 +14,10 @@ from torch import Tensor
 import moe_ep
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
 from moe_ep.reference import LoopRow, combine_loop, dispatch_loop
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import owner_table
-from tests.ranks import Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS, make_inputs
 
 WORLDS = (1, 2, 4, 8)
 HIDDEN, NUM_TOPK = 8, 3

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.reference import LoopRow, combine_loop, dispatch_loop
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import owner_table
 from tests.distributed.test_low_latency import (
     Inputs,
@@ -23,8 +22,9 @@ from tests.distributed.test_low_latency import (
     least_max_tokens,
     spread,
 )
-from tests.ranks import Pools
-from tests.routing import make_inputs
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import make_inputs
 
 HIDDEN, NUM_TOPK = 8, 3
 Seen = tuple[str, str]  # the class of an error and its text

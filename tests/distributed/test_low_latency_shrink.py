@@ -14,11 +14,11 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.reference import combine_loop, dispatch_loop
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import owner_table
 from tests.distributed.test_low_latency import expected_places, expert_results, in_places, least_max_tokens, spread
 from tests.distributed.test_low_latency_calls import HIDDEN, inputs_of, is_open, without
-from tests.ranks import Pools, RankFailure
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools, RankFailure
 
 LIMIT_SECS = 2.0  # opening a group takes a loaded machine more than one
 GRACE_SECS = 20.0  # to find out who is missing, to wait for whoever is late, and for a loaded machine

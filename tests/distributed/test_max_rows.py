@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.ranks import Pools
-from tests.scale_experts import (
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import (
     Case,
     Setup,
     apply_experts,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import megatron_jobs as jobs
-from tests.ranks import Pools
+from tests.helpers import megatron_jobs as jobs
+from tests.helpers.ranks import Pools
 
 RTOL = 1e-5
 

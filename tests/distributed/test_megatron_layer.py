@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests import megatron_jobs as jobs
-from tests.ranks import Pools
+from tests.helpers import megatron_jobs as jobs
+from tests.helpers.ranks import Pools
 
 RTOL = 1e-5  # float32
 EP2_DP2, EP4, TP2_EP2_ETP2, TP2_EP2 = (1, 2, 1), (1, 4, 1), (2, 2, 2), (2, 2, 1)

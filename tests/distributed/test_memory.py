@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ep
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 64, 128, 16, 4
 

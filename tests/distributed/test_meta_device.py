@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.layers.wrap import keep_exchange_contexts
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
-from tests.scale_experts import leave_nans_behind
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import leave_nans_behind
 
 
 def _filled(group: dist.ProcessGroup) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from moe_ep.backends import node_memory
 from moe_ep.backends.node_memory import NodeMemory, why_unavailable
 from moe_ep.errors import EPTimeoutError
-from tests.fake_exchange import FakeKernels, FakeNode
-from tests.ranks import Pools
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeKernels, FakeNode
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import caught
 
 PATIENCE_SECS = 30.0
 LIMIT_SECS = 0.5

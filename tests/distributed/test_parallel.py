@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.parallel import clip_grad_norm, reduce_gradients
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 X = [[10.0, 11.0], [20.0, 21.0]]  # of rank 0 and rank 1
 

@@ -26,7 +26,7 @@ from examples.pretraining.data import Corpus
 from examples.pretraining.ranks import Ranks
 from examples.pretraining.trainer import Trainer
 from moe_ep.config import Config, load_config
-from tests.ranks import Pools, free_port
+from tests.helpers.ranks import Pools, free_port
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.conformance import HIDDEN, Inputs, check_round_trip
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 BACKENDS = ("torch",)
 

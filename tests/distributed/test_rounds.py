@@ -16,9 +16,9 @@ from moe_ep.backends.internode import InternodeBackend
 from moe_ep.backends.rounds import Rounds, rounds_of
 from moe_ep.handle import DispatchHandle
 from moe_ep.ordered_sum import OrderedSum
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
-from tests.routing import make_inputs
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import make_inputs
 
 HIDDEN, NUM_TOPK = 8, 3
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_ep.backends import discovery
 from moe_ep.errors import ConfigError
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 
 def _found(group: dist.ProcessGroup, hosts: str, asked: list[int | None]) -> tuple[int, int] | str:

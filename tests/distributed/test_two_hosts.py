@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_hosts import LIMIT_SECS
+from tests.helpers.two_hosts import LIMIT_SECS
 
 ROOT = Path(__file__).parents[2]
 PORT = 29911
@@ -45,7 +45,7 @@ class Hosts:
         for rank in range(world):
             host = rank // ranks_per_host
             place = [str(number) for number in (rank, world, ranks_per_host)]
-            command = [sys.executable, "-m", "tests.two_hosts", *place, "10.203.0.1", str(PORT), job]
+            command = [sys.executable, "-m", "tests.helpers.two_hosts", *place, "10.203.0.1", str(PORT), job]
             environ = os.environ | {"GLOO_SOCKET_IFNAME": self.links[host], "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[host], *command],

@@ -18,10 +18,10 @@ import moe_ep
 from moe_ep.autograd import ops
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.layers.wrap import keep_exchange, keep_exchange_contexts
-from tests.compare import assert_same_bits
 from tests.distributed.test_layer import all_tokens, layer_config
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 EXCHANGES = ("plan_and_dispatch", "open_combine", "combine", "dispatch_backward", "combine_backward", "all_reduce")
 

@@ -16,10 +16,10 @@ import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.layers.grouped_linear import grouped_linear, grouped_linear_backward
 from moe_ep.layers.wrap import keep_exchange_contexts
-from tests.compare import assert_close, assert_same_bits
 from tests.distributed.test_wrappers_checkpoint import count_exchanges
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.compare import assert_close, assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 HIDDEN = 16
 TOKENS = (6, 5, 9, 4, 13, 7, 3, 8, 11, 5)  # of one rank, step by step; rank r has r more

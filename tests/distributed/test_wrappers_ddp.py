@@ -24,9 +24,9 @@ import moe_ep
 from moe_ep.config import MoEConfig, RouterConfig
 from moe_ep.layers.wrap import keep_exchange_contexts, wrap_ddp
 from moe_ep.parallel import clip_grad_norm, reduce_gradients, split_parameters
-from tests.compare import assert_same_bits
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 HIDDEN, SEQUENCES, LENGTH, STEPS = 16, 8, 8, 5  # powers of two: the balance losses divide without rounding
 MAX_NORM = 0.05  # far below the norms that occur, so that every step is clipped

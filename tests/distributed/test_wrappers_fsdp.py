@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from moe_ep.layers.wrap import wrap_fsdp
 from moe_ep.parallel import clip_grad_norm, is_expert, reduce_gradients, split_parameters
-from tests.compare import assert_same_bits
 from tests.distributed.test_wrappers_ddp import (
     EP_SIZES,
     MAX_NORM,
@@ -27,8 +26,9 @@ from tests.distributed.test_wrappers_ddp import (
     make_meshes,
     train,
 )
-from tests.ranks import Pools
-from tests.scale_experts import device_of
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import device_of
 
 
 def _sharded(ep_size: int, recompute: bool = False, backend: str = "auto") -> tuple[Model, DeviceMesh]:

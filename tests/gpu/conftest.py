@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

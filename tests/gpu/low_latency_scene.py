@@ -16,7 +16,6 @@ from torch import Tensor
 import moe_ep
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
 from moe_ep.reference import LoopRow, combine_loop, dispatch_loop
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import owner_table
 from tests.distributed.test_low_latency import (
     Expected,
@@ -28,7 +27,8 @@ from tests.distributed.test_low_latency import (
     least_max_tokens,
     unpack_scales,
 )
-from tests.routing import make_inputs
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.routing import make_inputs
 
 BACKEND = "intranode"
 LIMIT_SECS = 20.0

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 
 def nvshmem_pool() -> Pool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import moe_ep
 from moe_ep.fp8 import quantize_1x128
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 LIMIT_SECS = 110.0
 HIDDEN = (64, 1536, 7168)  # rows for one, two and four warps

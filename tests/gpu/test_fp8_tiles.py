@@ -19,7 +19,7 @@ from moe_ep.fp8.blocks import (
 )
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges
 from moe_ep.layers.activations import activate, activation_grad
-from tests.compare import assert_same_bits
+from tests.helpers.compare import assert_same_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import moe_ep
 from moe_ep.backends import internode_kernels
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import check_every_routing
 from tests.gpu.nvshmem_ranks import nvshmem_pool
-from tests.internode_jobs import as_torch_does, low_level
-from tests.ranks import Pool, Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.internode_jobs import as_torch_does, low_level
+from tests.helpers.ranks import Pool, Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(2, 1), (3, 1), (1, 2), (2, 2), (2, 4), (4, 2)]  # (nodes, ranks a node)

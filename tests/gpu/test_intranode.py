@@ -12,9 +12,9 @@ import torch.distributed as dist
 import moe_ep
 from moe_ep._native import require
 from tests.distributed.conformance import check_routing
-from tests.ranks import Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS
-from tests.scale_experts import open_buffer
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.scale_experts import open_buffer
 
 pytestmark = pytest.mark.gpu
 WORLDS = (1, 2, 4, 8)

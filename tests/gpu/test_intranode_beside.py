@@ -17,10 +17,10 @@ from benchmarks.timing import device_spans
 from moe_ep.autograd import beside
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
 from moe_ep.layers import moe
-from tests.compare import assert_close, assert_same_bits
 from tests.gpu.busy import keep_busy
 from tests.gpu.test_intranode_streams import assert_spoilt, spoil
-from tests.ranks import Pools
+from tests.helpers.compare import assert_close, assert_same_bits
+from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.gpu
 HIDDEN = 256

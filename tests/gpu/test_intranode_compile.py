@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_wrappers_checkpoint import COUNTED, MODES, counted_tokens, under_a_flop_counter
 from tests.distributed.test_wrappers_compile import TOKENS, compiled_and_eager
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.gpu
 BACKEND = "intranode"

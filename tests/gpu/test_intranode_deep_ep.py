@@ -12,7 +12,6 @@ from torch import Tensor
 
 import moe_ep as deep_ep
 from moe_ep.fp8 import UNIT_SCALE
-from tests.compare import assert_same_bits
 from tests.distributed.test_deep_ep_normal import (
     NUM_TOKENS,
     Routed,
@@ -25,7 +24,8 @@ from tests.distributed.test_deep_ep_normal import (
     check_tuple_of_handle,
     check_worst_tokens,
 )
-from tests.ranks import Pools
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.gpu
 BACKEND = "intranode"

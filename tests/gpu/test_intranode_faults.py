@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.compare import assert_same_bits
 from tests.distributed.test_timeouts import Failed, timed
-from tests.ranks import Pools
-from tests.scale_experts import Setup, assert_works, caught, open_buffer
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, assert_works, caught, open_buffer
 
 pytestmark = pytest.mark.gpu
 BACKEND = "intranode"

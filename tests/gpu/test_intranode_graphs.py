@@ -11,11 +11,11 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.backends.node_calls import START_BYTES
-from tests.compare import assert_same_bits
 from tests.gpu.busy import keep_busy
 from tests.gpu.test_intranode_streams import NUM_EXPERTS, copies_of, make
-from tests.ranks import Pools
-from tests.scale_experts import Setup, assert_works, caught, open_buffer
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, assert_works, caught, open_buffer
 
 pytestmark = pytest.mark.gpu
 NUM_REPLAYS = 30

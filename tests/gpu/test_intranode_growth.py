@@ -9,10 +9,10 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.backends.node_calls import START_BYTES
-from tests.compare import assert_same_bits
 from tests.gpu.busy import keep_busy
-from tests.ranks import Pools
-from tests.scale_experts import Setup, assert_works, caught, open_buffer
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, assert_works, caught, open_buffer
 
 pytestmark = pytest.mark.gpu
 HIDDEN = 2048  # float32 rows of 8 KiB: 2,048 of them fill a slot of 16 MiB

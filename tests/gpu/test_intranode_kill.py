@@ -19,8 +19,8 @@ import moe_ep
 from tests.distributed.test_timeouts import timed
 from tests.gpu.busy import keep_busy
 from tests.gpu.test_intranode_faults import BACKEND, GRACE_SECS, LIMIT_SECS, assert_usable, good_call
-from tests.ranks import Pool, RankFailure
-from tests.scale_experts import Setup, assert_works, open_buffer
+from tests.helpers.ranks import Pool, RankFailure
+from tests.helpers.scale_experts import Setup, assert_works, open_buffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_mps]
 

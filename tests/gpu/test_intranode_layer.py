@@ -20,7 +20,7 @@ from tests.distributed.test_layer import against_oracle
 from tests.distributed.test_parallel import bias_step, expert_scale, router_gradient, sgd
 from tests.distributed.test_wrappers_checkpoint import COUNTED, MODES, assert_exchanges, counted_tokens, functional
 from tests.distributed.test_wrappers_compile import TOKENS, compiled_and_eager, recomputed
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.gpu
 BACKEND = "intranode"

@@ -20,8 +20,8 @@ from tests.distributed.test_max_rows import (
     next_calls,
     nothing_received,
 )
-from tests.ranks import Pools
-from tests.scale_experts import LAYOUTS, Setup, assert_works, caught, open_buffer
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import LAYOUTS, Setup, assert_works, caught, open_buffer
 
 pytestmark = pytest.mark.gpu
 SETUPS = [Setup("intranode", layout, world) for layout in LAYOUTS for world in (1, 2, 4)]

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.compare import assert_close, assert_same_bits
-from tests.ranks import Pools
-from tests.routing import ROUTINGS
-from tests.scale_experts import open_buffer
+from tests.helpers.compare import assert_close, assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS
+from tests.helpers.scale_experts import open_buffer
 
 pytestmark = pytest.mark.gpu
 HIDDEN = (8, 64, 520, 1024, 2056, 5, 257)  # the last two: rows that are no multiple of 16 bytes

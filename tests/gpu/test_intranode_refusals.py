@@ -29,8 +29,8 @@ from tests.distributed.test_bad_input import (
     good_dispatch,
     placed,
 )
-from tests.ranks import Pools
-from tests.scale_experts import Setup, assert_works, caught, open_buffer
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, assert_works, caught, open_buffer
 
 pytestmark = pytest.mark.gpu
 BACKEND = "intranode"

@@ -12,7 +12,7 @@ from torch import Tensor
 import moe_ep
 from moe_ep._native import require
 from moe_ep.handle import DispatchHandle
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.gpu
 NUM_EXPERTS, NUM_TOPK, NUM_SMS = 32, 8, 2

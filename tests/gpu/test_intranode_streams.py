@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ep
-from tests.compare import assert_same_bits
 from tests.distributed.conformance import check_routing
 from tests.distributed.test_cases_life import assert_growth
 from tests.gpu.busy import keep_busy
-from tests.ranks import Pool, Pools
-from tests.routing import ROUTINGS
-from tests.scale_experts import LAYOUTS, Setup, open_buffer, uninitialised_is_nan
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pool, Pools
+from tests.helpers.routing import ROUTINGS
+from tests.helpers.scale_experts import LAYOUTS, Setup, open_buffer, uninitialised_is_nan
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS, HIDDEN, NUM_EXPERTS = 600, 1024, 8

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import moe_ep
 from moe_ep.config import EPConfig, MoEConfig, RouterConfig
-from tests.faults import Ended, Rank, World, run_worlds
-from tests.ranks import Pools
-from tests.scale_experts import Setup, assert_works, caught, open_buffer
+from tests.helpers.faults import Ended, Rank, World, run_worlds
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import Setup, assert_works, caught, open_buffer
 
 pytestmark = pytest.mark.gpu
 

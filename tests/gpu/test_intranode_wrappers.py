@@ -20,7 +20,7 @@ from tests.distributed.test_wrappers_fsdp import (
     stored,
     train_in_fsdp,
 )
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 pytestmark = pytest.mark.gpu
 BACKEND = "intranode"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import moe_ep
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.gpu
 HIDDEN, NUM_TOPK, NUM_TOKENS = 7168, 8, 37450  # 299,600 expert-major rows; the element 2^31 lies in row 299,593

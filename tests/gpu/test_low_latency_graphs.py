@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.compare import assert_same_bits
 from tests.distributed.test_low_latency import Options
 from tests.gpu.low_latency_scene import Scene, open_buffer, scene_of
 from tests.gpu.test_intranode_graphs import captured
-from tests.ranks import Pools
-from tests.scale_experts import caught
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pools
+from tests.helpers.scale_experts import caught
 
 pytestmark = pytest.mark.gpu
 NUM_REPLAYS = 1000

@@ -12,8 +12,8 @@ import moe_ep
 from tests.distributed.conformance import owner_table
 from tests.distributed.test_low_latency import OPTIONS, Options, calc_diff
 from tests.gpu.low_latency_scene import open_buffer, scene_of
-from tests.ranks import Pools
-from tests.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.ranks import Pools
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 
 pytestmark = pytest.mark.gpu
 WORLDS = (1, 2, 4, 8)

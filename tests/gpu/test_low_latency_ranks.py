@@ -14,12 +14,12 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.reference import combine_loop
-from tests.compare import assert_same_bits
 from tests.distributed.test_low_latency import Options
 from tests.distributed.test_low_latency_calls import without
 from tests.gpu.low_latency_scene import Scene, open_buffer, scene_of
-from tests.ranks import Pool, Pools, RankFailure
-from tests.scale_experts import caught
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.ranks import Pool, Pools, RankFailure
+from tests.helpers.scale_experts import caught
 
 pytestmark = pytest.mark.gpu
 PLAIN, HOOK = Options(), Options(hook=True)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import megatron_jobs as jobs
 from tests.distributed.test_megatron_layer import CASES, ONLY_OURS
-from tests.ranks import Pool
+from tests.helpers import megatron_jobs as jobs
+from tests.helpers.ranks import Pool
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from moe_ep.backends.device_faults import _PHASES
 from tests.gpu.nvshmem_ranks import nvshmem_pool
 from tests.gpu.rail_jobs import rounds_arrive, silence_is_reported, start_nvshmem
-from tests.ranks import Pool, Pools
+from tests.helpers.ranks import Pool, Pools
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(2, 4), (2, 300), (4, 64), (6, 33)]  # (rounds a call, rows of a round)

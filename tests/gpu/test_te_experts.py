@@ -16,10 +16,10 @@ from moe_ep.integrations import transformer_engine
 from moe_ep.layers.fp8.cublas import CublasGemm
 from moe_ep.layers.fp8.gemm import GroupedGemm, PlainGemm, TransformerEngineGemm, make_gemm
 from moe_ep.layers.fp8.recipe import PerTensor
-from tests.compare import assert_same_bits
 from tests.distributed.test_fp8_experts import NAMES, TOKENS, functional, gathered, oracle
-from tests.fp8_oracle import relative_error
-from tests.ranks import Pools
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.fp8_oracle import relative_error
+from tests.helpers.ranks import Pools
 
 OBSTACLE = transformer_engine.why_unavailable("blockwise")
 pytestmark = [

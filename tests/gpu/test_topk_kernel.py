@@ -14,7 +14,7 @@ from moe_ep import _native
 from moe_ep.layers import balance, routing_kernel
 from moe_ep.layers.router import TopKRouter
 from moe_ep.layers.routing_kernel import Routing
-from tests.compare import assert_same_bits
+from tests.helpers.compare import assert_same_bits
 from tests.unit.router_helpers import logit_router, make_config
 
 pytestmark = [

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import moe_ep
 from tests.distributed.conformance import check_routing
-from tests.ranks import Pool
-from tests.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.ranks import Pool
+from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()

@@ -11,7 +11,7 @@ from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.handle import DispatchHandle, Layout
 from moe_ep.placement import ExpertPlacement
-from tests.fake_exchange import FakeExchange, FakeNode, Launch
+from tests.helpers.fake_exchange import FakeExchange, FakeNode, Launch
 
 WORLD, RANK = 2, 1
 PATIENCE_SECS = 30.0

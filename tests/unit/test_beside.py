@@ -20,8 +20,8 @@ import moe_ep
 from moe_ep.autograd import sm_margin
 from moe_ep.backends.torch_dist import TorchDistBackend
 from moe_ep.layers.shared_experts import SharedExperts
-from tests.compare import assert_same_bits
 from tests.distributed.test_layer import HIDDEN, layer_config
+from tests.helpers.compare import assert_same_bits
 
 EXCHANGES = ("plan_and_dispatch", "combine", "dispatch_backward", "combine_backward")
 THERE = ["buffer waits for caller", "begin", "plan_and_dispatch on buffer", "caller waits for buffer"]

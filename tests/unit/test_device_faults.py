@@ -17,7 +17,7 @@ from moe_ep.backends.node_header import NEED_WORD, pack
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.placement import ExpertPlacement
-from tests.scale_experts import caught
+from tests.helpers.scale_experts import caught
 
 RANKS = (4, 5, 6)
 OWN = 1

@@ -9,8 +9,8 @@ from torch import Tensor
 from moe_ep.fp8 import dequantize_1x128, quantize_1x128
 from moe_ep.fp8.blocks import cast_rows, cast_weights, pack_scales, transpose_rows
 from moe_ep.fp8.matrix import Fp8Matrix, RowRanges, check_sizes, row_scales, split_columns, split_rows
-from tests.compare import assert_same_bits
-from tests.fp8_oracle import rounded
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.fp8_oracle import rounded
 
 CPU = torch.device("cpu")
 SIZES = (16, 0, 144, 32)

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ep.fp8.matrix import RowRanges
 from moe_ep.layers.fp8.recipe import PerTensor
-from tests.compare import assert_same_bits
-from tests.fp8_oracle import relative_error
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.fp8_oracle import relative_error
 from tests.unit.test_fp8_weights import fp8_layer
 
 RANGES = RowRanges((2,), torch.device("cpu"))

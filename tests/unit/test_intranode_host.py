@@ -11,7 +11,7 @@ from moe_ep.backends.node_header import NEED_WORD, STATUS_WORD
 from moe_ep.backends.node_rows import POISON
 from moe_ep.handle import DispatchHandle, Layout
 from moe_ep.placement import ExpertPlacement
-from tests.fake_exchange import FakeNode, Launch
+from tests.helpers.fake_exchange import FakeNode, Launch
 from tests.unit.node_helpers import (
     NUM_COMPACT,
     NUM_EXPERTS,

@@ -20,9 +20,9 @@ from moe_ep.reference import dispatch_loop
 from tests.distributed.conformance import owner_table
 from tests.distributed.test_low_latency import OPTIONS, Options, least_max_tokens
 from tests.distributed.test_low_latency_calls import without
-from tests.fake_low_latency import FakeLowLatency, LowLatencyFakeKernels, LowLatencyNode
 from tests.gpu.low_latency_scene import Scene
-from tests.routing import ROUTINGS, make_inputs
+from tests.helpers.fake_low_latency import FakeLowLatency, LowLatencyFakeKernels, LowLatencyNode
+from tests.helpers.routing import ROUTINGS, make_inputs
 from tests.unit.node_helpers import construct
 
 PLAIN, HOOK = Options(), Options(hook=True)

@@ -20,7 +20,7 @@ from moe_ep.low_latency.layout import (
     places_of,
     put_rows,
 )
-from tests.compare import assert_same_bits
+from tests.helpers.compare import assert_same_bits
 
 IDX = torch.zeros(3, 1, dtype=torch.int64)
 

@@ -13,8 +13,8 @@ from moe_ep.backends.header import OPERATIONS
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_calls import START_BYTES
 from moe_ep.backends.node_header import GOES_ON_WORD, STATUS_WORD
-from tests.fake_exchange import FakeNode
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeNode
+from tests.helpers.scale_experts import caught
 from tests.unit.node_helpers import construct, fake_of, make_request, names
 
 MAX_ROWS = 8

@@ -8,8 +8,8 @@ import torch
 from moe_ep.backends import node_memory
 from moe_ep.backends.node_memory import why_unavailable
 from moe_ep.errors import EPTimeoutError
-from tests.fake_exchange import FakeKernels, FakeNode
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeKernels, FakeNode
+from tests.helpers.scale_experts import caught
 
 PATIENCE_SECS = 30.0
 FIRST = 8  # global number of the first rank

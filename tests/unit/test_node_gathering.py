@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from moe_ep.backends import node_memory
 from moe_ep.backends.node_memory import Gathering
 from moe_ep.errors import EPTimeoutError
-from tests.fake_exchange import FakeNode
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeNode
+from tests.helpers.scale_experts import caught
 
 LIMIT_SECS = 0.3
 PATIENCE_SECS = 30.0  # of a wait that ends well

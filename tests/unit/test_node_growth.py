@@ -14,8 +14,8 @@ from moe_ep.backends.node_calls import START_BYTES
 from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
 from moe_ep.errors import EPTimeoutError
 from moe_ep.handle import DispatchHandle
-from tests.fake_exchange import FakeNode
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeNode
+from tests.helpers.scale_experts import caught
 from tests.unit.node_helpers import (
     NUM_TOKENS,
     PATIENCE_SECS,

@@ -11,8 +11,8 @@ import torch
 from moe_ep.backends import node_memory
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.errors import EPTimeoutError
-from tests.fake_exchange import FakeNode
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeNode
+from tests.helpers.scale_experts import caught
 
 UNIT_BYTES = 8 << 20
 PATIENCE_SECS = 30.0

@@ -16,7 +16,7 @@ from moe_ep.backends.node_header import NEED_WORD, STATUS_WORD
 from moe_ep.backends.plan_tensors import PlanTensors
 from moe_ep.handle import DispatchHandle, Layout
 from moe_ep.placement import ExpertPlacement
-from tests.fake_exchange import FakeNode, Launch
+from tests.helpers.fake_exchange import FakeNode, Launch
 from tests.unit.node_helpers import construct, fake_of, make_request, names
 
 # Rank 0 owns experts 0, 1 and 2 (L = 3), rank 1 the others (L = 2).

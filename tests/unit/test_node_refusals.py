@@ -16,8 +16,8 @@ from moe_ep.backends.node_header import STATUS_WORD
 from moe_ep.buffer import Buffer
 from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.placement import ExpertPlacement
-from tests.fake_exchange import FakeNode
-from tests.scale_experts import caught
+from tests.helpers.fake_exchange import FakeNode
+from tests.helpers.scale_experts import caught
 from tests.unit.node_helpers import (
     NUM_ROWS,
     NUM_TOKENS,

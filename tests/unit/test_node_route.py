@@ -14,7 +14,7 @@ from moe_ep.backends import node_route
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_route import route_of, staging_of
 from moe_ep.handle import DispatchHandle
-from tests.fake_exchange import FakeNode
+from tests.helpers.fake_exchange import FakeNode
 from tests.unit.node_helpers import NUM_ROWS, NUM_TOKENS, PATIENCE_SECS, RANK, construct, make_handle, newest, on_cpu
 
 COPIES: dict[str, Callable[[DispatchHandle], DispatchHandle]] = {

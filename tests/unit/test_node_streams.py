@@ -12,8 +12,8 @@ from moe_ep.backends import node_calls
 from moe_ep.backends.intranode import IntranodeBackend
 from moe_ep.backends.node_rows import Load
 from moe_ep.placement import ExpertPlacement
-from tests.fake_exchange import FakeNode
-from tests.fake_streams import FakeEvent, FakeStream
+from tests.helpers.fake_exchange import FakeNode
+from tests.helpers.fake_streams import FakeEvent, FakeStream
 from tests.unit.node_helpers import (
     NUM_ROWS,
     NUM_TOKENS,

@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.layers.router import TopKRouter
 from moe_ep.layers.router_gemm import router_logits
-from tests.compare import assert_same_bits
+from tests.helpers.compare import assert_same_bits
 from tests.unit.router_helpers import logit_router, make_config, set_bias
 
 

@@ -14,8 +14,8 @@ from moe_ep.fp8.matrix import RowRanges
 from moe_ep.integrations import transformer_engine
 from moe_ep.layers.fp8.gemm import PlainGemm, TransformerEngineGemm, make_gemm
 from moe_ep.layers.fp8.recipe import PerTensor
-from tests.compare import assert_same_bits
-from tests.fake_transformer_engine import RELEASES, QuantizedTensor, install
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.fake_transformer_engine import RELEASES, QuantizedTensor, install
 
 CPU = torch.device("cpu")
 SIZES = (16, 144)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_SECS = 60.0  # for all ranks to import, fork and meet
 POLL_SECS = 0.005
 
@@ -111,7 +111,7 @@ def run_worlds(worlds: Sequence[World], limit_secs: float = 60.0, num_at_once: i
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as scratch:
         launcher = subprocess.run(
-            [sys.executable, "-c", "from tests import faults; faults.launch()"],
+            [sys.executable, "-c", "from tests.helpers import faults; faults.launch()"],
             input=pickle.dumps((batches, limit_secs, Path(scratch))),
             capture_output=True,
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A rank on a host of its own: `python -m tests.two_hosts RANK WORLD RANKS_PER_HOST ADDRESS PORT JOB`.
+"""A rank on a host of its own: `python -m tests.helpers.two_hosts RANK WORLD RANKS_PER_HOST ADDRESS PORT JOB`.
 
 What a rank finds out is printed as a line of JSON.
 """

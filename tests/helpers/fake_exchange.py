@@ -30,7 +30,7 @@ from moe_ep.backends import node_calls, node_memory
 from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.header import ERRORS
 from moe_ep.backends.node_header import DOES_NOT_FIT, NEED_WORD, STATUS_WORD
-from tests.fake_streams import FakeEvent, FakeStream
+from tests.helpers.fake_streams import FakeEvent, FakeStream
 
 PAGE_BYTES = 2 << 20
 OPERATION_WORD, HANDLE_WORD, HIDDEN_WORD, DTYPE_WORD = 0, 2, 3, 6  # csrc/exchange/exchange.h

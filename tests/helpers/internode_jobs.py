@@ -11,8 +11,8 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep.backends.internode_kernels import InternodeKernelsBackend
-from tests.compare import assert_close, assert_same_bits
-from tests.routing import make_inputs
+from tests.helpers.compare import assert_close, assert_same_bits
+from tests.helpers.routing import make_inputs
 
 NUM_TOPK = 4
 

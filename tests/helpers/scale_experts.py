@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_ep
-from tests.ranks import Pools
+from tests.helpers.ranks import Pools
 
 BACKENDS = ("torch",)
 LAYOUTS = ("expert_major", "compact")

@@ -25,7 +25,7 @@ from moe_ep.backends.device_faults import GO, GROW
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import NEED_WORD
 from moe_ep.ordered_sum import accumulation_dtype
-from tests.fake_exchange import KernelSizes
+from tests.helpers.fake_exchange import KernelSizes
 
 SIGNAL_BYTES = 512  # of a block, before its slots
 PAGE_BYTES = 4096

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ep.fp8 import quantize_1x128
 from moe_ep.low_latency.layout import AS_GIVEN, FP8, FP8_UE8M0, pack_ue8m0
-from tests.fake_exchange import FakeExchange, FakeKernels, FakeNode
+from tests.helpers.fake_exchange import FakeExchange, FakeKernels, FakeNode
 
 LIMIT_SECS = 20.0
 Key = tuple[int, int]  # generation, epoch
