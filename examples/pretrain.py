@@ -41,15 +41,21 @@ def main(arguments: list[str]) -> int:
         warn(str(error))
         return 2
     ranks = start_ranks(device, config.moe.ep.size, config.moe.ep.timeout_secs)
+    starts_anew = checkpoint is None or not folder.owns(checkpoint)
     try:
-        _prepare(folder, checkpoint, ranks)
-        trainer = Trainer(config.moe, model, train, ranks, data.open_corpus(folder.data, train.seq_len))
-        first_step = 0 if checkpoint is None else _resume(trainer, folder, checkpoint)
+        # All that can be refused comes before anything of an earlier run is touched.
+        corpus = _corpus(folder.data_before(starts_anew), train.seq_len, ranks)
+        trainer = Trainer(config.moe, model, train, ranks, corpus)
+        first_step = 0 if checkpoint is None else _resume(trainer, checkpoint)
+        trainer.try_out()
+        _begin(folder, starts_anew, first_step, ranks)
         _train(trainer, folder, first_step)
     except ConfigError as error:
         warn(str(error))
         with contextlib.suppress(RuntimeError):  # all ranks see this: nobody leaves while another still connects
             ranks.barrier()
+        if ranks.rank == 0:
+            folder.drop_new_data()
         return 2
     except EPTimeoutError as error:
         warn(f"rank {ranks.rank}: {error}")
@@ -93,27 +99,36 @@ def _load(path: str, pairs: list[str]) -> tuple[Config, ModelConfig, TrainConfig
     return config, config.model, config.train
 
 
-def _prepare(folder: RunFolder, checkpoint: Path | None, ranks: Ranks) -> None:
-    """Rank 0 makes the folder and the data; the others wait."""
+def _corpus(folder: Path, seq_len: int, ranks: Ranks) -> data.Corpus:
+    """Rank 0 writes the data where they are missing; the others wait."""
     if ranks.rank == 0:
-        if checkpoint is None or not folder.owns(checkpoint):
-            aside = folder.start_anew()
-            if aside is not None:
-                warn(f"{folder.root} held a run, which is now {aside}.")
-        data.write_corpus(folder.data)
+        data.write_corpus(folder)
     ranks.barrier()
+    return data.open_corpus(folder, seq_len)
 
 
-def _resume(trainer: Trainer, folder: RunFolder, checkpoint: Path) -> int:
+def _resume(trainer: Trainer, checkpoint: Path) -> int:
     """Loads the checkpoint; the number of steps that it had done."""
     extra = trainer.load(checkpoint)
     step = int(extra["step"])
     if trainer.ranks.rank == 0:
-        folder.forget_after(step)
         print(f"continuing after step {step} from {checkpoint}", flush=True)
         if extra["data"] != trainer.corpus.fingerprint():
             warn("The text differs from the one that the checkpoint was trained on: another version of Python.")
     return step
+
+
+def _begin(folder: RunFolder, starts_anew: bool, first_step: int, ranks: Ranks) -> None:
+    """Rank 0 makes the folder, once all ranks have what they need of an earlier one; the others wait."""
+    ranks.barrier()
+    if ranks.rank == 0:
+        if starts_anew:
+            aside = folder.start_anew()
+            if aside is not None:
+                warn(f"{folder.root} held a run, which is now {aside}.")
+        else:
+            folder.forget_after(first_step)
+    ranks.barrier()
 
 
 def _train(trainer: Trainer, folder: RunFolder, first_step: int) -> None:

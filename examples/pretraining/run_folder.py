@@ -19,6 +19,9 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.picture = root / "curves.png"
         self.data = root / "data"
+        self.new_data = root.with_name(
+            f"{root.name}.new-data"
+        )  # of a run that has not begun, beside one that lies there
         self.checkpoints = root / "checkpoints"
 
     def find_checkpoint(self, resume: str) -> Path:
@@ -47,6 +50,14 @@ class RunFolder:
         """Whether the checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
+    def data_before(self, starts_anew: bool) -> Path:
+        """Where a run has its data until it begins: not in the folder of a run that it will move aside."""
+        return self.new_data if starts_anew and self.metrics.exists() else self.data
+
+    def drop_new_data(self) -> None:
+        """Of a run that does not begin."""
+        shutil.rmtree(self.new_data, ignore_errors=True)
+
     def start_anew(self) -> Path | None:
         """Makes the folder; a run that lies there already is moved aside and its new place returned."""
         aside = None
@@ -56,6 +67,9 @@ class RunFolder:
                 number += 1
             self.root.rename(aside)
         self.root.mkdir(parents=True, exist_ok=True)
+        if self.new_data.exists() and not self.data.exists():
+            self.new_data.rename(self.data)
+        self.drop_new_data()  # of a run that ended before it could begin
         self.metrics.touch()
         return aside
 

@@ -92,6 +92,21 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """One micro batch through the model, as an evaluation does it, so that what a layer or the exchange refuses is
+        refused before training. Changes nothing. Collective.
+
+        Raises:
+            ConfigError: it was refused.
+        """
+        self.model.eval()
+        try:
+            float(self._loss(self.corpus.validation, self._micro_batches(self._mine(self.validation_batches()[0]))[0]))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        self.model.buffer.check()
+
     def step(self, step: int) -> StepResult:
         """Optimizer step number `step` (the first one is 1). Collective.
 
