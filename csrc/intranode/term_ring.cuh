@@ -23,10 +23,12 @@ constexpr int kTeam = 4;
 constexpr int kTeamWarps = kTeam + 3;
 constexpr int kRingThreads = kNumTeams * kTeamWarps * 32;
 
-// Of all teams of a launch: one that rows come for, one that they are added up of, one that is drawn.
+// Of all teams of a launch: one that rows come for, one that they are added up of, one that is drawn. More may be
+// handed on, up to kTickets; a look-up that then waits for its peer keeps no row waiting.
 inline int tickets_in_hand(int num_sms) { return 3 * kNumTeams * num_sms; }
 
-// How rows of some length are cut: so that all terms of a piece, and half of the next, lie in the ring together.
+// How rows of some length are cut: so that all terms of a piece lie in the ring together, and half of the next, as far
+// as kMaxRingStages reach.
 struct Cut {
   int piece_bytes;  // the last piece of a row may be shorter
   int stage_bytes;
@@ -62,12 +64,12 @@ struct Item {
   Wide weight[kMaxTerms];
 };
 
-// One team's part of shared memory beside its stages. `full` is for the warps that add, `empty` for the one that
-// fetches. Tickets and items are handed on in rings of their own, to all warps but the one that looks up.
-constexpr int kItems = 8;
+constexpr int kTickets = 4;    // that are handed on and not done with
+constexpr int kItems = 8;      // the same
 constexpr int kDescribed = 4;  // rows that are looked up together, since one look-up waits as long as some
-
-constexpr int kTickets = 4;
+static_assert(kItems >= 2 * kDescribed, "some are looked up while others are worked on");
+static_assert(kMaxRingStages <= 32 && kMaxTerms <= 32, "a lane for each");
+static_assert(kMaxTerms <= kMaxRingStages, "all terms of a piece lie in the ring together");
 
 // What comes of a ticket begins behind so many items and terms, pieces of rows, of the tickets before.
 struct Begin {
@@ -76,6 +78,8 @@ struct Begin {
   uint32_t num_terms;
 };
 
+// One team's part of shared memory beside its stages. `full` is for the warps that add or send, `empty` for the one
+// that fetches. Tickets are handed on to all other warps, items to those that fetch and add, in rings of their own.
 template <typename Wide>
 struct TeamState {
   uint64_t full[kMaxRingStages], empty[kMaxRingStages];

@@ -15,7 +15,7 @@ from moe_ep.fp8 import quantize_1x128
 from tests.helpers.ranks import Pool
 
 LIMIT_SECS = 110.0
-HIDDEN = (64, 1536, 7168)  # rows for one, two and four warps
+HIDDEN = (64, 1536, 7168)  # rows of one piece, for one warp and for several, and of several pieces
 
 
 def exchange(group: dist.ProcessGroup) -> int:
