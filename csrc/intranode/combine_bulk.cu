@@ -225,8 +225,15 @@ __device__ void add_rows(Team<Wide>& team, const CombineInput& in, int64_t first
   }
 }
 
-// The compact rows that a ticket reduces.
-__device__ Span rows_to_reduce(const World& world, const CombineInput& in, const CombineWork& work) {
+// The output rows of a ticket, of all warps alike: own tokens, or the compact rows that it reduces. None of those where
+// more came than the slot need hold; the header tells.
+__device__ Span rows_of_ticket(const World& world, const CombineInput& in, const CombineWork& work, bool overflowed) {
+  if (work.kind == CombineWork::kHome) {
+    return part_of_tokens(in.num_tokens, work.chunk, work.part);
+  }
+  if (overflowed) {
+    return {0, 0};
+  }
   const int32_t* chunk_rows =
       in.geometry + Geometry::chunk_rows(world.size) + work.source * (kMaxChunks + 1) + work.chunk;
   return part_of(chunk_rows[0], chunk_rows[1], work.part);
@@ -275,16 +282,13 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if (work.kind == CombineWork::kEnd) {
         break;
       }
+      const Span span = rows_of_ticket(world, in, work, overflowed);
       if (work.kind == CombineWork::kHome) {
-        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
         team.look_up(in.row_bytes, span.first, span.first + span.count, at_home);
-      } else if (!overflowed) {
-        const Span span = rows_to_reduce(world, in, work);
-        if (in.expert_major) {
-          team.look_up(in.row_bytes, span.first, span.first + span.count, for_peer);
-        } else {
-          team.pass_by(in.row_bytes, span.count);
-        }
+      } else if (in.expert_major) {
+        team.look_up(in.row_bytes, span.first, span.first + span.count, for_peer);
+      } else {
+        team.pass_by(in.row_bytes, span.count);
       }
     }
   } else if (begun && team.fetches()) {
@@ -294,16 +298,14 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if (ticket == kNoTicket || work.kind == CombineWork::kEnd) {
         break;
       }
+      const Span span = rows_of_ticket(world, in, work, overflowed);
       if (work.kind == CombineWork::kHome) {
         fence_copy_engine();
-        team.fetch(in.row_bytes, part_of_tokens(in.num_tokens, work.chunk, work.part).count);
-      } else if (!overflowed) {
-        const Span span = rows_to_reduce(world, in, work);
-        if (in.expert_major) {
-          team.fetch(in.row_bytes, span.count);
-        } else {
-          team.fetch_rows(in.rows, in.row_bytes, span.first, span.first + span.count);
-        }
+        team.fetch(in.row_bytes, span.count);
+      } else if (in.expert_major) {
+        team.fetch(in.row_bytes, span.count);
+      } else {
+        team.fetch_rows(in.rows, in.row_bytes, span.first, span.first + span.count);
       }
       team.release_ticket();
     }
@@ -316,8 +318,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       }
       const bool is_home = work.kind == CombineWork::kHome, is_copied = !is_home && !in.expert_major;
       team.begin_rows(team.sends() == is_copied);
-      const Span span =
-          is_home ? part_of_tokens(in.num_tokens, work.chunk, work.part) : rows_to_reduce(world, in, work);
+      const Span span = rows_of_ticket(world, in, work, overflowed);
       const int64_t end = span.first + span.count;
       char* staging =
           slot_of(world, world.rank, turn) - staging_shift(in, world.size, world.rank, work.source) * in.row_bytes;
@@ -328,14 +329,14 @@ __global__ void __launch_bounds__(kRingThreads, 1)
               [&](int64_t token, int i) {
                 return in.bias[i] == nullptr ? nullptr : in.bias[i] + token * in.row_bytes;
               });
-        } else if (!is_copied && !overflowed) {  // of an overflow the header tells
+        } else if (!is_copied) {
           add_rows<Elem>(
               team, in, span.first, end, [&](int64_t row) { return staging + row * in.row_bytes; },
               [](int64_t, int) -> const char* { return nullptr; });
         }
         team.pass_rows();
       } else {
-        if (is_copied && !overflowed) {
+        if (is_copied) {
           team.copy_rows(staging, in.row_bytes, span.first, end);
         } else {
           team.pass_rows();

@@ -175,6 +175,15 @@ __device__ void weigh_rows(Team<Wide>& team, const MoveInput& in, const MoveWeig
   }
 }
 
+// The rows of a ticket that come through the rings, of all warps alike: own tokens, or compact rows of a peer. None of
+// those where more came than there is room for.
+__device__ Span rows_of_ticket(const World& world, const MoveInput& in, const MoveWork& work, bool overflowed) {
+  if (work.kind == MoveWork::kOwn) {
+    return part_of_tokens(in.num_tokens, work.chunk, work.part);
+  }
+  return work.kind == MoveWork::kPull && !overflowed ? rows_of(world, in, work) : Span{0, 0};
+}
+
 template <typename Elem>
 __global__ void __launch_bounds__(kRingThreads, 1)
     moe_ep_move_weighted_bulk(const __grid_constant__ Call call, const __grid_constant__ MoveInput in,
@@ -209,13 +218,12 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if (ticket == kNoTicket || work.kind == MoveWork::kEnd) {
         break;
       }
+      const Span span = rows_of_ticket(world, in, work, overflowed);
       if (pulls) {
-        const Span span = rows_of(world, in, work);
         const Place source = source_place(world, in, turn, work.source, 0);
         team.look_up(in.rows[0].row_bytes, span.first, span.first + span.count,
                      [&](int64_t row, int count, auto& items) { describe_pulled(in, w, source, row, count, items); });
       } else if (work.kind == MoveWork::kOwn) {
-        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
         team.look_up(in.rows[0].row_bytes, span.first, span.first + span.count,
                      [&](int64_t token, int count, auto& items) {
                        describe_tokens(world, in, w, overflowed, token, count, items);
@@ -229,12 +237,10 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if (ticket == kNoTicket || work.kind == MoveWork::kEnd) {
         break;
       }
-      if (work.kind == MoveWork::kPull && !overflowed) {
+      if (work.kind == MoveWork::kPull) {
         fence_copy_engine();
-        team.fetch(in.rows[0].row_bytes, rows_of(world, in, work).count);
-      } else if (work.kind == MoveWork::kOwn) {
-        team.fetch(in.rows[0].row_bytes, part_of_tokens(in.num_tokens, work.chunk, work.part).count);
       }
+      team.fetch(in.rows[0].row_bytes, rows_of_ticket(world, in, work, overflowed).count);
       team.release_ticket();
     }
   } else if (begun) {
@@ -252,18 +258,14 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           post_chunk(world, turn, work);
         }
       } else {
-        if (work.kind == MoveWork::kOwn) {
-          const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
-          weigh_rows<Elem>(team, in, w, span.first, span.first + span.count, slot_of(world, world.rank, turn),
-                           partial[team.number()]);
-        } else if (work.kind == MoveWork::kPull && !overflowed) {
-          const Span span = rows_of(world, in, work);
-          weigh_rows<Elem>(team, in, w, span.first, span.first + span.count, nullptr, partial[team.number()]);
-        } else if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
-          const Span span = padding_of(world, in, work);
-          pad_rows(in, span, team.thread(), kTeam * 32);
-          for (int64_t i = team.thread(); w.grad_weights != nullptr && i < span.count; i += kTeam * 32) {
-            static_cast<Wide*>(w.grad_weights)[span.first + i] = 0;
+        const Span span = rows_of_ticket(world, in, work, overflowed);
+        weigh_rows<Elem>(team, in, w, span.first, span.first + span.count, slot_of(world, world.rank, turn),
+                         partial[team.number()]);
+        if (work.kind == MoveWork::kPad || work.kind == MoveWork::kTail) {
+          const Span padding = padding_of(world, in, work);
+          pad_rows(in, padding, team.thread(), kTeam * 32);
+          for (int64_t i = team.thread(); w.grad_weights != nullptr && i < padding.count; i += kTeam * 32) {
+            static_cast<Wide*>(w.grad_weights)[padding.first + i] = 0;
           }
         }
         team.pass_rows();
