@@ -78,6 +78,9 @@ void bind_rail(pybind11::class_<Rail>& bound) {
   def_step("wait_free", &Rail::wait_free);
   def_step("wait", &Rail::wait);
   def_step("take", &Rail::take);
+  bound.def(
+      "settle", [](Rail& rail, uintptr_t stream) { rail.settle(reinterpret_cast<cudaStream_t>(stream)); }, no_gil,
+      py::arg("stream"));
 }
 
 inline void bind_rail_round(pybind11::module_& module) {

@@ -84,7 +84,11 @@ class RailTransport {
   virtual void wait(const RailRound& round, cudaStream_t stream) = 0;
   // Says that what came in a round is taken. Behind all sends of its call where it is the last round.
   virtual void take(const RailRound& round, cudaStream_t stream) = 0;
-  // Round 0 of a generation, which must be the same on all ranks of the rail. None of its kernels may be running.
+  // Until all that this rank has put and signalled, in kernels that have ended, is there: a put may be under way for
+  // longer than the kernel that began it. It waits for the network alone, without a limit of its own.
+  virtual void settle(cudaStream_t stream) = 0;
+  // Round 0 of a generation, which must be the same on all ranks of the rail. None of its kernels may be running, and
+  // what they have put is settled, on any rank: it would be written over what the new generation puts there.
   void begin_generation(uint32_t generation);
   // Bytes of rows put to other nodes in this generation; waits for the device.
   uint64_t sent_bytes() const;

@@ -152,7 +152,7 @@ class InternodeKernelsBackend(InternodeBackend):
             raise
 
     def reset(self) -> None:
-        self._calls.synchronize()
+        self._calls.settle()  # before the ranks meet: what comes later would come into the new generation
         super().reset()
         self._legs.reset()
         if self.rail is not None and self._group is not None:
@@ -163,7 +163,7 @@ class InternodeKernelsBackend(InternodeBackend):
         self._calls.close()
         self._legs.close()
         if self.rail is not None:
-            self.rail.close()
+            self.rail.close(self._calls.stream)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

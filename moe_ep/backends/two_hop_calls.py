@@ -51,6 +51,7 @@ class TwoHopCalls:
 
     def close(self) -> None:
         """Until what this rank sent last is taken: then nobody reads its memory."""
+        self.synchronize()  # a call that failed half-way has sends that nothing waits for
         if self._rail is not None:
             with torch.cuda.stream(self.stream):
                 self._rail.drain(self.stream.cuda_stream)
@@ -59,6 +60,17 @@ class TwoHopCalls:
     def synchronize(self) -> None:
         self._sending.synchronize()
         self._node.synchronize()
+
+    def settle(self) -> None:
+        """Until nothing of this rank runs, and nothing that it has put is on its way.
+
+        Raises:
+            EPTimeoutError: it is still on its way after the limit.
+        """
+        self.synchronize()
+        if self._rail is not None:
+            with torch.cuda.stream(self.stream):
+                self._rail.settle(self.stream)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
