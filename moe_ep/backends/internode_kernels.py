@@ -109,6 +109,7 @@ class InternodeKernelsBackend(InternodeBackend):
             mask = came_SK.index_select(0, route.compact_order) != self.rank
             padded = resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
             known = handle.prepared[_NOT_HERE] = _NotHere(route, padded)
+        self._legs.hold_for_graph(known)
         return known.mask
 
     # -- combine ----------------------------------------------------------------------------------------------------

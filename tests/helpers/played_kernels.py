@@ -270,7 +270,7 @@ class PlayedExchange:
         self._header = tuple(torch.frombuffer(bytearray(header), dtype=torch.int64).tolist())
         assert len(words) == 32
         self._verdict = GROW if self._header[NEED_WORD] > self.slot_bytes else GO
-        return False
+        return torch.cuda.is_current_stream_capturing()
 
     def wait_answer(self, question: int, limit_secs: float) -> Answer:
         return self.answer()
@@ -314,7 +314,7 @@ class PlayedExchange:
         if grad_weights:
             for first, count in self._padding_of(route):
                 numbers_at(grad_weights, route.num_rows, accumulation_dtype(NAMES[dtype]))[first : first + count] = 0
-        return False
+        return torch.cuda.is_current_stream_capturing()
 
     def _weigh(
         self, out: Tensor, row: int, dtype: torch.dtype, weights: int, made_rows: int, grad_weights: int
@@ -370,7 +370,7 @@ class PlayedExchange:
             terms += [came[peer][row] for peer, row in enumerate(places_of_token) if row >= 0]
             out = memory_at(y + at, row_bytes)
             out.copy_(ordered_sum(terms, kind).view(torch.uint8) if terms else torch.zeros_like(out))
-        return False
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _pattern(word: int, num_bytes: int) -> Tensor:
