@@ -1,5 +1,6 @@
 #include "exchange/host.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -149,7 +150,7 @@ void Exchange::begin_generation(uint32_t generation) {
   // A copy from pageable memory may still be under way, and the kernels' stream does not wait for the default one.
   check_cuda(cudaStreamSynchronize(nullptr), "intranode: a new generation");
   record_->timeout.valid = record_->refused.valid = record_->overflow.valid = record_->bad_idx.valid = 0;
-  record_->low_latency.valid = 0;
+  record_->low_latency.valid = record_->num_refused = record_->num_refusals_taken = 0;
 }
 
 bool Exchange::follow(cudaStream_t caller) const {
@@ -217,6 +218,32 @@ bool Exchange::take_fault(HostRecord::Fault* fault, int64_t (&values)[8]) {
   }
   std::memcpy(values, fault->values, sizeof(values));
   return true;
+}
+
+bool Exchange::has_refusals() const {
+  return __atomic_load_n(&record_->refused.valid, __ATOMIC_ACQUIRE) != 0 ||
+         __atomic_load_n(&record_->num_refused, __ATOMIC_ACQUIRE) > record_->num_refusals_taken;
+}
+
+std::pair<std::string, std::vector<int64_t>> Exchange::take_refusals() {
+  int64_t values[8];
+  const uint64_t num_kept = take_fault(&record_->refused, values) ? 1 : 0;
+  // The device counts behind the record: of the kept one it may not have counted yet.
+  const uint64_t num_refused = __atomic_load_n(&record_->num_refused, __ATOMIC_ACQUIRE);
+  const uint64_t num_before = record_->num_refusals_taken + num_kept, num_known = std::max(num_refused, num_before);
+  const int64_t num_more = static_cast<int64_t>(num_known - num_before);
+  record_->num_refusals_taken = num_known;
+  if (num_kept == 0) {
+    return {"refusals", num_more == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{num_more, 0, 0, 0, 0, 0, 0, 0}};
+  }
+  std::vector<int64_t> taken(values, values + 8);
+  taken[2] = num_more;
+  for (int rank = 0; rank < world_.size; ++rank) {
+    const int64_t* words = record_->refused_headers[rank];
+    taken.insert(taken.end(), words, words + kHeaderWords);
+  }
+  __atomic_store_n(&record_->refused.valid, 0, __ATOMIC_RELEASE);
+  return {"refused", taken};
 }
 
 OnDevice::OnDevice(int device) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "exchange/exchange.h"
@@ -73,6 +74,11 @@ class Exchange {
 
   HostRecord& record() { return *record_; }
   static bool take_fault(HostRecord::Fault* fault, int64_t (&values)[8]);
+  bool has_refusals() const;
+  // "refused": the first one since the last look (verdict, epoch, how many calls behind it were refused too, five
+  // zeros), then the headers of all ranks. "refusals": how many, where none was kept: they came while the host took
+  // one.
+  std::pair<std::string, std::vector<int64_t>> take_refusals();
 
  private:
   uint64_t answered() const;
