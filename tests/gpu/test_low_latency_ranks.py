@@ -143,6 +143,34 @@ def test_more_rows_than_m_and_bad_ids_are_told_at_the_next_look(ranks: Pools, wo
     assert others == [("", "")] * (world - 1)
 
 
+def _faults_in_a_row(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Rank 0 names expert 0, then expert 1, too often, then two ids that are none, before the host looks."""
+    scene = scene_of(group, "random", "equal", num_topk=3)
+    with open_buffer(group) as buffer:
+        scene.round_trip(buffer)
+        x, idx, _ = scene.own
+        said = []
+        for wrong in (((..., 0), (..., 1)), (((1, 2), scene.num_experts), ((0, 1), scene.num_experts + 1))):
+            torch.cuda._sleep(500_000_000)  # the calls are made before the first of them begins
+            for place, value in wrong:
+                ids = idx.clone() if place is ... else torch.full_like(idx, -1)
+                if buffer.rank == 0:
+                    ids[place] = value
+                buffer.low_latency_dispatch(x, ids, len(x), scene.num_experts, use_fp8=False)
+            torch.cuda.synchronize()
+            said.append(caught(buffer.check)[1])
+        scene.round_trip(buffer)
+        return said[0], said[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_of_two_faults_before_a_look_the_first_is_told(ranks: Pools, world: int) -> None:
+    (many, bad), *others = ranks.run(_faults_in_a_row, world)
+    assert "names an expert (number 0 in the order of ranks)" in many
+    assert "topk_idx[1, 2] is" in bad
+    assert others == [("", "")] * (world - 1)
+
+
 def _at_odds(group: dist.ProcessGroup) -> list[str]:
     """A rank with another dtype; one that refuses its arguments. Neither hangs the others."""
     scene = scene_of(group, tokens="equal")
