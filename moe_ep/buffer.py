@@ -317,9 +317,9 @@ class Buffer(NormalMode, LowLatency):
         return len(self._backend.ranks)
 
     def _device(self) -> torch.device:
-        if isinstance(self._backend, (IntranodeBackend, InternodeKernelsBackend)) or (
-            self.group is not None and "nccl" in str(dist.get_backend_config(self.group))
-        ):
+        if isinstance(self._backend, (IntranodeBackend, InternodeKernelsBackend)):
+            return self._backend.device
+        if self.group is not None and "nccl" in str(dist.get_backend_config(self.group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 

@@ -319,6 +319,7 @@ bool done_only(const Exchange& exchange, uintptr_t caller, bool joins, const std
 }
 
 void drain(const Exchange& exchange, const std::string& header) {
+  const OnDevice on_device(exchange.device());
   launch_drain(call_of(exchange, header, 0, 0), exchange.stream());
 }
 

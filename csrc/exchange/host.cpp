@@ -59,42 +59,53 @@ Exchange::Exchange(int rank, int size, double timeout_secs) {
 }
 
 Exchange::~Exchange() {
-  close_segments();
-  for (int peer = 0; peer < world_.size; ++peer) {
-    if (peer != world_.rank && world_.control[peer] != nullptr) {
-      cudaIpcCloseMemHandle(world_.control[peer]);
-    }
-  }
-  for (int block = 0; block < num_blocks_; ++block) {
+  quietly_on(device_, [&] {
+    close_segments();
     for (int peer = 0; peer < world_.size; ++peer) {
-      if (is_opened_[block][peer]) {
-        cudaIpcCloseMemHandle(world_.blocks[block][peer]);
+      if (peer != world_.rank && world_.control[peer] != nullptr) {
+        cudaIpcCloseMemHandle(world_.control[peer]);
       }
     }
-    if (!is_adopted_[block]) {
-      cudaFree(world_.blocks[block][world_.rank]);
+    for (int block = 0; block < num_blocks_; ++block) {
+      for (int peer = 0; peer < world_.size; ++peer) {
+        if (is_opened_[block][peer]) {
+          cudaIpcCloseMemHandle(world_.blocks[block][peer]);
+        }
+      }
+      if (!is_adopted_[block]) {
+        cudaFree(world_.blocks[block][world_.rank]);
+      }
     }
-  }
-  cudaFree(world_.segment[world_.rank]);
-  cudaFree(world_.control[world_.rank]);
-  cudaFreeHost(record_);
-  cudaEventDestroy(followed_);
-  cudaEventDestroy(led_);
+    cudaFree(world_.segment[world_.rank]);
+    cudaFree(world_.control[world_.rank]);
+    cudaFreeHost(record_);
+    cudaEventDestroy(followed_);
+    cudaEventDestroy(led_);
+  });
 }
 
-std::string Exchange::export_control() const { return export_memory(world_.control[world_.rank]); }
+std::string Exchange::export_control() const {
+  const OnDevice on_device(device_);
+  return export_memory(world_.control[world_.rank]);
+}
 
-std::string Exchange::export_segment() const { return export_memory(world_.segment[world_.rank]); }
+std::string Exchange::export_segment() const {
+  const OnDevice on_device(device_);
+  return export_memory(world_.segment[world_.rank]);
+}
 
 void Exchange::open_control(int peer, const std::string& exported) {
+  const OnDevice on_device(device_);
   world_.control[peer] = static_cast<Control*>(open_memory(exported));
 }
 
 void Exchange::open_segment(int peer, const std::string& exported) {
+  const OnDevice on_device(device_);
   world_.segment[peer] = static_cast<char*>(open_memory(exported));
 }
 
 void Exchange::close_segments() {
+  const OnDevice on_device(device_);
   for (int peer = 0; peer < world_.size; ++peer) {
     if (peer != world_.rank && world_.segment[peer] != nullptr) {
       cudaIpcCloseMemHandle(world_.segment[peer]);
@@ -104,6 +115,7 @@ void Exchange::close_segments() {
 }
 
 void Exchange::allocate_segment(int64_t slot_bytes) {
+  const OnDevice on_device(device_);
   slot_bytes = whole_pages(slot_bytes);
   check_cuda(cudaFree(world_.segment[world_.rank]), "intranode: freeing the segment");
   world_.segment[world_.rank] = nullptr;
@@ -116,6 +128,7 @@ void Exchange::allocate_segment(int64_t slot_bytes) {
 uintptr_t Exchange::allocate_block(int64_t num_bytes) {
   MOE_EP_CHECK(num_blocks_ < kMaxBlocks, "the buffer holds ", kMaxBlocks,
                " tensors that peers read in place, which is the limit: use those again.");
+  const OnDevice on_device(device_);
   char*& block = world_.blocks[num_blocks_][world_.rank];
   check_cuda(cudaMalloc(reinterpret_cast<void**>(&block), whole_pages(num_bytes < 1 ? 1 : num_bytes)),
              "intranode: memory that peers read in place");
@@ -123,9 +136,13 @@ uintptr_t Exchange::allocate_block(int64_t num_bytes) {
   return reinterpret_cast<uintptr_t>(block);
 }
 
-std::string Exchange::export_block() const { return export_memory(world_.blocks[num_blocks_ - 1][world_.rank]); }
+std::string Exchange::export_block() const {
+  const OnDevice on_device(device_);
+  return export_memory(world_.blocks[num_blocks_ - 1][world_.rank]);
+}
 
 void Exchange::open_block(int peer, const std::string& exported) {
+  const OnDevice on_device(device_);
   world_.blocks[num_blocks_ - 1][peer] = static_cast<char*>(open_memory(exported));
   is_opened_[num_blocks_ - 1][peer] = true;
 }
@@ -142,6 +159,7 @@ void Exchange::adopt_block(const std::vector<uintptr_t>& addresses) {
 }
 
 void Exchange::begin_generation(uint32_t generation) {
+  const OnDevice on_device(device_);
   State state;
   std::memset(&state, 0, sizeof(state));
   state.generation = generation;

@@ -95,11 +95,14 @@ class RailTransport {
   // The exchange inside the node whose calls fail where a wait here does, and the limit of every wait.
   void watch(uintptr_t node_state, uintptr_t record, double timeout_secs);
   const Rail& rail() const { return rail_; }
+  // That was current when this was made; launches want it to be current.
+  int device() const { return device_; }
 
  protected:
   RailTransport(int node, int num_nodes, int64_t flow_bytes);
 
   Rail rail_;
+  int device_ = 0;
 };
 
 }  // namespace moe_ep

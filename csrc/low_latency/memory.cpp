@@ -7,6 +7,7 @@
 namespace moe_ep {
 
 LowLatencyMemory::LowLatencyMemory(const Exchange& exchange) : exchange_(exchange) {
+  const OnDevice on_device(device());
   std::memset(static_cast<void*>(&call_), 0, sizeof(call_));
   check_cuda(cudaMalloc(reinterpret_cast<void**>(&call_.state), sizeof(LowLatencyState)),
              "low latency: memory for the state");
@@ -15,12 +16,15 @@ LowLatencyMemory::LowLatencyMemory(const Exchange& exchange) : exchange_(exchang
 }
 
 LowLatencyMemory::~LowLatencyMemory() {
-  close();
-  cudaFree(call_.memory[exchange_.world().rank]);
-  cudaFree(call_.state);
+  quietly_on(device(), [&] {
+    close();
+    cudaFree(call_.memory[exchange_.world().rank]);
+    cudaFree(call_.state);
+  });
 }
 
 void LowLatencyMemory::allocate(int64_t words_a_slot, int64_t bytes_a_slot) {
+  const OnDevice on_device(device());
   char*& own = call_.memory[exchange_.world().rank];
   check_cuda(cudaFree(own), "low latency: freeing memory");
   own = nullptr;
@@ -41,13 +45,18 @@ void LowLatencyMemory::allocate(int64_t words_a_slot, int64_t bytes_a_slot) {
   call_.bytes_a_source = bytes_a_source;
 }
 
-std::string LowLatencyMemory::export_own() const { return export_memory(call_.memory[exchange_.world().rank]); }
+std::string LowLatencyMemory::export_own() const {
+  const OnDevice on_device(device());
+  return export_memory(call_.memory[exchange_.world().rank]);
+}
 
 void LowLatencyMemory::open(int peer, const std::string& exported) {
+  const OnDevice on_device(device());
   call_.memory[peer] = static_cast<char*>(open_memory(exported));
 }
 
 void LowLatencyMemory::close() {
+  const OnDevice on_device(device());
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != exchange_.world().rank && call_.memory[peer] != nullptr) {
       cudaIpcCloseMemHandle(call_.memory[peer]);
@@ -57,6 +66,7 @@ void LowLatencyMemory::close() {
 }
 
 void LowLatencyMemory::begin(uint32_t generation) {
+  const OnDevice on_device(device());
   LowLatencyState state;
   std::memset(static_cast<void*>(&state), 0, sizeof(state));
   state.generation = generation;

@@ -30,6 +30,7 @@ class LowLatencyMemory {
   int64_t words_a_slot() const { return size() * call_.words_a_source; }
   int64_t bytes_a_slot() const { return size() * call_.bytes_a_source; }
   int size() const { return exchange_.size(); }
+  int device() const { return exchange_.device(); }
 
   // Epoch 0 of a generation. No low-latency kernel of this rank may be running.
   void begin(uint32_t generation);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "exchange/host.h"
 #include "internode/rail_kernels.cuh"
 #include "nvshmem/rail_nvshmem.h"
 
@@ -58,9 +59,12 @@ NvshmemRail::NvshmemRail(int node, const std::vector<int>& pes, int64_t flow_byt
   begin_generation(0);
 }
 
-NvshmemRail::~NvshmemRail() { cudaFree(rail_.state); }
+NvshmemRail::~NvshmemRail() {
+  quietly_on(device_, [&] { cudaFree(rail_.state); });
+}
 
 void NvshmemRail::release() {
+  const OnDevice on_device(device_);
   nvshmem_free(rail_.block);
   rail_.block = hop_.block = nullptr;
 }

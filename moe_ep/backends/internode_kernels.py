@@ -61,6 +61,11 @@ class InternodeKernelsBackend(InternodeBackend):
         self._kernels, self.hop = kernels, str(hop)
 
     @property
+    def device(self) -> torch.device:
+        """That of the kernels, whichever is current."""
+        return self._legs.device
+
+    @property
     def stream(self) -> torch.cuda.Stream:  # type: ignore[override]
         """The stream on which calls end."""
         return self._calls.stream

@@ -58,6 +58,11 @@ class NodeCalls:
         self._closed = False
 
     @property
+    def device(self) -> torch.device:
+        """That of the kernels, whichever is current."""
+        return self._device
+
+    @property
     def stream(self) -> torch.cuda.Stream:
         """The stream of the kernels."""
         return self._stream

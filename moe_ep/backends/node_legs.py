@@ -32,10 +32,6 @@ class NodeLegs(NodeCalls):
     def record_address(self) -> int:
         return self._exchange.record_address
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def take_faults(self) -> list[str]:
         return self._faults.take()
 

@@ -267,7 +267,7 @@ class NodeLowLatency:
         if self._faults.is_dead or torch.cuda.is_current_stream_capturing():
             return
         if not self._memory.is_ready((0, 0)):
-            self._memory.meet((0, 0), self._is_in_graph, self.is_waited_for, refused=operation)
+            self._meet((0, 0), refused=operation)
             return
         stream = self._stream_of(False)
         self.num_calls += 1
@@ -337,8 +337,12 @@ class NodeLowLatency:
                     "once before the capture."
                 )
             torch.cuda.synchronize(self._device)
-            self._memory.meet(native.needs, self._is_in_graph, self.is_waited_for)
+            self._meet(native.needs)
         return native
+
+    def _meet(self, needs: tuple[int, int], refused: str = "") -> None:
+        with torch.cuda.device(self._device):  # which the ranks of a GPU are counted by
+            self._memory.meet(needs, self._is_in_graph, self.is_waited_for, refused)
 
     def _ticket(self, with_hook: bool) -> Tensor | None:
         return torch.empty(1, dtype=torch.int64, device=self._device) if with_hook else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -305,6 +306,33 @@ def test_the_blocks_of_all_ranks_of_a_gpu_find_room_with_some_to_spare(
 
     _, blocks = run(world, monkeypatch, work)
     assert blocks == [128 // world] * world
+
+
+def test_the_ranks_of_a_gpu_are_counted_by_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is made in the first call, when any device may be current."""
+    of_rank, own = scenes(2), threading.local()
+
+    @contextmanager
+    def device(given: object) -> Iterator[None]:
+        own.is_current = given == torch.device("cpu")  # that of the buffers here
+        yield
+        own.is_current = False
+
+    def asked(answer: object) -> Any:
+        def ask(self: LowLatencyFakeKernels) -> object:
+            assert getattr(own, "is_current", False), "of whichever device is current"
+            return answer
+
+        return ask
+
+    monkeypatch.setattr(LowLatencyFakeKernels, "pci_bus_id", asked("0000:01:00.0"))
+    monkeypatch.setattr(LowLatencyFakeKernels, "num_sms", asked(132))
+
+    node = LowLatencyNode(2)
+    node.install(monkeypatch)
+    buffers: list[Any] = [NodeBuffer(backend, of_rank[0].owner) for backend in construct(node)]
+    monkeypatch.setattr(torch.cuda, "device", device)
+    node.run(lambda rank: of_rank[rank].dispatch(buffers[rank], PLAIN))
 
 
 def test_ranks_that_need_different_sizes_all_learn_it(monkeypatch: pytest.MonkeyPatch) -> None:
