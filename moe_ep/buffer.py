@@ -235,14 +235,15 @@ class Buffer(NormalMode, LowLatency):
         Raises:
             EPTimeoutError: a rank did not come within the limit.
         """
+        self._low_latency.lose("Buffer.reset()")
         self.backend.reset()
-        self._low_latency.hooks.clear()
         self._low_latency.num_calls = 0  # a rank that was left out has counted fewer
 
     def close(self) -> None:
         """Releases the group and the memory, without communication; a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._low_latency.lose("Buffer.close()")
             self._backend.close()
 
     def destroy(self) -> None:

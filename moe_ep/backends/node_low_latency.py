@@ -63,6 +63,7 @@ class Pending:
     stats: Tensor | None
     ticket: Tensor | None
     tensors: tuple[Tensor | None, ...] = field(repr=False)
+    is_captured: bool
 
     def keep_for(self, stream: torch.cuda.Stream) -> None:
         """Memory of these tensors that the caller lets go of is not handed out again before `stream` is past them."""
@@ -213,6 +214,7 @@ class NodeLowLatency:
             stats=stats,
             ticket=self._ticket(with_hook),
             tensors=(*tensors, out.routing.row_places, out.routing.slot_rank),
+            is_captured=torch.cuda.is_current_stream_capturing(),
         )
         self._begin(pending, with_hook, asynchronous)
         return out, pending
@@ -250,12 +252,23 @@ class NodeLowLatency:
             stats=stats,
             ticket=self._ticket(with_hook),
             tensors=(rows, weights, out, routing.row_places, routing.slot_rank),
+            is_captured=torch.cuda.is_current_stream_capturing(),
         )
         self._begin(pending, with_hook, asynchronous)
         return pending
 
     def receive(self, pending: Pending) -> None:
-        """The second half of a call, on the current stream."""
+        """The second half of a call, on the current stream.
+
+        Raises:
+            RuntimeError: a CUDA graph captures one half and not the other: they would not take turns.
+        """
+        if pending.is_captured != torch.cuda.is_current_stream_capturing():
+            here, there = ("outside", "in one") if pending.is_captured else ("inside", "outside")
+            raise RuntimeError(
+                f"this hook was called {here} a capture of a CUDA graph, and its call was made {there}: a replay would "
+                "run one of them alone. Make the call and call its hook both inside captures, or both outside."
+            )
         stream = torch.cuda.current_stream(self._device)
         if stream != pending.stream:
             stream.wait_stream(pending.stream)

@@ -124,7 +124,8 @@ class LowLatency(ABC):
                 512. Without effect if not use_fp8.
             async_finish: return an event instead of ordering the current stream; not together with return_recv_hook.
             return_recv_hook: the results are zero, and scales 1, until the returned hook is called. At most two results
-                may wait so.
+                may wait so. `reset()` and `close()` lose them. A call in a CUDA graph has its hook in one, and none
+                waits while a graph is replayed: the host sees no replay, which would wait for the place of the result.
 
         Returns:
             recv: rows [L, N, H], an expert's packed from place 0 on in ascending (source rank, source token, slot), the
@@ -447,6 +448,11 @@ class LowLatency(ABC):
             check_handle(handle.routing, *origin)
         if any(hook.handle is handle for hook in self._low_latency.in_flight()):
             raise RuntimeError("the hook of the dispatch that made this handle has not run; call it first.")
+        if handle in self._low_latency.lost:
+            raise RuntimeError(
+                "the rows of the dispatch that made this handle were in flight when Buffer.reset() was called, and are "
+                "lost; dispatch again."
+            )
 
     def _combine_source(self, x: Tensor, zero_copy: bool) -> Tensor:
         """The tensor from which combine reads."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ep.backends.base import Backend
 from moe_ep.backends.intranode import IntranodeBackend
+from moe_ep.buffer import Buffer
 from moe_ep.errors import ConfigError
 from moe_ep.low_latency.mode import LowLatency
 from moe_ep.low_latency.state import LowLatencyState
@@ -57,6 +58,9 @@ class NodeBuffer(LowLatency):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    _closed = False
+    reset, close = Buffer.reset, Buffer.close
 
 
 @pytest.fixture(autouse=True)

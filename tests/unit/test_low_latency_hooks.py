@@ -1,0 +1,105 @@
+"""Results in flight that a reset, a close or a CUDA graph comes between: the hook refuses, and touches nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ep
+from tests.helpers.fake_low_latency import LowLatencyNode
+from tests.unit.node_helpers import construct
+from tests.unit.test_low_latency_node import HOOK, NodeBuffer, native_of, run, scenes
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+
+
+def test_a_reset_between_the_halves_of_a_call_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """case T04: its words belong to the old generation, and nothing has written where its rows lie."""
+    of_rank = scenes(2)
+
+    def work(buffer: Any, rank: int) -> None:
+        scene = of_rank[rank]
+        taken, open_one = (scene.dispatch(buffer, HOOK) for _ in range(2))
+        taken[-1]()
+        num_launches = len(native_of(buffer).launches)
+        buffer.reset()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"low_latency_dispatch were in flight when Buffer.reset\(\) was"):
+                open_one[-1]()
+        assert len(native_of(buffer).launches) == num_launches
+        scene.round_trip(buffer, HOOK)
+        with pytest.raises(RuntimeError, match="already run"):
+            taken[-1]()
+
+    run(2, monkeypatch, work)
+
+
+def test_rows_that_a_reset_has_lost_are_not_combined(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank = scenes(1)
+
+    def work(buffer: Any, rank: int) -> None:
+        scene = of_rank[rank]
+        lost = scene.dispatch(buffer, HOOK)
+        buffer.reset()
+        with pytest.raises(RuntimeError, match="the rows of the dispatch that made this handle were in flight"):
+            scene.combine(buffer, lost[2], scene.made(1))
+        scene.round_trip(buffer)
+
+    run(1, monkeypatch, work)
+
+
+@pytest.mark.parametrize("ends", ["reset", "close"])
+def test_hooks_of_the_portable_form_are_lost_alike(ends: str) -> None:
+    x, idx = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    buffer = moe_ep.Buffer()
+    recv, _, _, _, hook = buffer.low_latency_dispatch(x, idx, 4, 1, use_fp8=False, return_recv_hook=True)
+    getattr(buffer, ends)()
+    assert hook is not None
+    with pytest.raises(RuntimeError, match=rf"in flight when Buffer\.{ends}\(\) was called, and are lost"):
+        hook()
+    assert isinstance(recv, Tensor)
+    assert not recv.any()
+
+
+def test_a_hook_behind_a_close_touches_no_memory_of_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank = scenes(1)
+
+    def work(buffer: Any, rank: int) -> None:
+        sent = of_rank[rank].dispatch(buffer, HOOK)
+        native = native_of(buffer)
+        buffer.close()
+        num_launches = len(native.launches)
+        with pytest.raises(RuntimeError, match=r"in flight when Buffer\.close\(\) was called"):
+            sent[-1]()
+        assert len(native.launches) == num_launches
+
+    run(1, monkeypatch, work)
+
+
+@pytest.mark.parametrize("captures_call", [True, False])
+def test_a_capture_between_the_halves_of_a_call_is_refused_and_the_hook_can_still_run(
+    monkeypatch: pytest.MonkeyPatch, captures_call: bool
+) -> None:
+    of_rank = scenes(1)
+    node = LowLatencyNode(1)
+    node.install(monkeypatch)
+    (backend,) = construct(node)
+    buffer: Any = NodeBuffer(backend, of_rank[0].owner)
+    of_rank[0].round_trip(buffer)  # makes room
+    node.is_capturing = captures_call
+    sent = of_rank[0].dispatch(buffer, HOOK)
+    node.is_capturing = not captures_call
+    with pytest.raises(RuntimeError, match="outside a capture" if captures_call else "inside a capture"):
+        sent[-1]()
+    with pytest.raises(RuntimeError, match="has not run"):
+        of_rank[0].combine(buffer, sent[2], of_rank[0].made(1))
+    node.is_capturing = captures_call
+    sent[-1]()
+    of_rank[0].check_dispatch(sent, HOOK)
