@@ -84,6 +84,7 @@ class NodeLowLatency:
 
     Attributes:
         rank, world: this rank's place in the EP group, W.
+        device: of the tensors.
         mask: [W] int32 on the device, how each rank stands.
         enable_shrink: whether a rank that does not come is left out from then on.
         is_waited_for: whether the result of an earlier call is in flight, until its hook runs.
@@ -102,7 +103,7 @@ class NodeLowLatency:
         self.rank, self.world = memory.rank, len(memory.ranks)
         self._kernels = kernels
         self._faults = faults
-        self._device = device
+        self.device = device
         self.own_stream = own_stream
         self._memory = NodeLowLatencyMemory(memory, kernels)
         self.mask = torch.zeros(len(memory.ranks), dtype=torch.int32, device=device)
@@ -135,6 +136,11 @@ class NodeLowLatency:
                 self.world * shape.placement.most_local,
                 self._kernels.low_latency_max_counts,
             ),
+            (
+                "M times the number of ranks times the most experts of a rank",
+                shape.num_max * self.world * shape.placement.most_local,
+                2**31 - 1,
+            ),
         )
         for name, value, limit in limits:
             if value > limit:
@@ -145,9 +151,9 @@ class NodeLowLatency:
 
     def check_device(self, *tensors: Tensor) -> None:
         for tensor in tensors:
-            if tensor.device != self._device:
+            if tensor.device != self.device:
                 raise ValueError(
-                    f"a tensor is on {tensor.device}, but this buffer's kernels run on {self._device}; move it there, "
+                    f"a tensor is on {tensor.device}, but this buffer's kernels run on {self.device}; move it there, "
                     "or use backend='torch'."
                 )
 
@@ -184,7 +190,7 @@ class NodeLowLatency:
         native = self._make_room("low_latency_dispatch", shape)
         x, topk_idx = _readable(x), topk_idx.contiguous()
         out = self._outputs(shape, x.shape[0])
-        owner, local_idx = shape.placement.kernel_tables(self._device)
+        owner, local_idx = shape.placement.kernel_tables(self.device)
         given: NativeDispatch = self._kernels.LowLatencyDispatch(
             shape=native.dispatch,
             format=shape.row_format,
@@ -269,7 +275,7 @@ class NodeLowLatency:
                 f"this hook was called {here} a capture of a CUDA graph, and its call was made {there}: a replay would "
                 "run one of them alone. Make the call and call its hook both inside captures, or both outside."
             )
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         if stream != pending.stream:
             stream.wait_stream(pending.stream)
             pending.keep_for(stream)
@@ -305,13 +311,13 @@ class NodeLowLatency:
         if self._memory.is_ready((0, 0)):
             if not self._faults.is_dead:
                 self._memory.native.drain(self._how(self.own_stream, None, sends=True, receives=False))
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self._memory.native.close()
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _outputs(self, shape: CallShape, num_tokens: int) -> Outputs:
-        world, device, num_max = self.world, self._device, shape.num_max
+        world, device, num_max = self.world, self.device, shape.num_max
         num_local, num_places = len(shape.placement.experts_of(self._node.rank)), world * num_max
         is_fp8 = shape.row_format != AS_GIVEN
 
@@ -349,16 +355,16 @@ class NodeLowLatency:
                     f"{operation} makes room for its rows first, which cannot happen inside a CUDA graph; run the call "
                     "once before the capture."
                 )
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self._meet(native.needs)
         return native
 
     def _meet(self, needs: tuple[int, int], refused: str = "") -> None:
-        with torch.cuda.device(self._device):  # which the ranks of a GPU are counted by
+        with torch.cuda.device(self.device):  # which the ranks of a GPU are counted by
             self._memory.meet(needs, self._is_in_graph, self.is_waited_for, refused)
 
     def _ticket(self, with_hook: bool) -> Tensor | None:
-        return torch.empty(1, dtype=torch.int64, device=self._device) if with_hook else None
+        return torch.empty(1, dtype=torch.int64, device=self.device) if with_hook else None
 
     def _begin(self, pending: Pending, with_hook: bool, asynchronous: bool) -> None:
         pending.launch(self._how(pending.stream, pending, sends=True, receives=not with_hook))
@@ -368,7 +374,7 @@ class NodeLowLatency:
 
     def _stream_of(self, asynchronous: bool) -> torch.cuda.Stream:
         """Where the next call runs: behind what the caller's stream has been given, and behind the call before it."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         stream = self.own_stream if asynchronous else current
         if asynchronous:
             stream.wait_stream(current)

@@ -398,3 +398,43 @@ def test_what_the_kernels_cannot_move_is_refused_with_the_limit(monkeypatch: pyt
                 buffer.low_latency_dispatch(x, idx, num_max, 3, use_fp8=False)
 
     run(1, monkeypatch, work)
+
+
+def test_places_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = LowLatencyNode(1)
+    node.install(monkeypatch)
+    (backend,) = construct(node)
+    buffer: Any = NodeBuffer(backend, [0] * 4096)
+    x, idx = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="M times the number of ranks times the most experts of a rank is 2147483648;"):
+        buffer.low_latency_dispatch(x, idx, 1 << 19, 4096, use_fp8=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_strided"),
+    [
+        ("cumulative_local_expert_recv_stats", True),
+        ("cumulative_local_expert_recv_stats", False),
+        ("dispatch_wait_recv_cost_stats", False),
+        ("combine_wait_recv_cost_stats", False),
+    ],
+)
+def test_statistics_that_a_kernel_cannot_add_to_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_strided: bool
+) -> None:
+    of_rank = scenes(1)
+    size, dtype = (3, torch.int32) if name.startswith("cumulative") else (1, torch.int64)
+    given = torch.zeros(2 * size, dtype=dtype)[::2] if is_strided else torch.zeros(size, dtype=dtype, device="meta")
+
+    def work(buffer: Any, rank: int) -> None:
+        scene = of_rank[rank]
+        handle = scene.dispatch(buffer, PLAIN)[2]
+        calls = {
+            "dispatch": lambda: scene.dispatch(buffer, PLAIN, **{name: given}),
+            "combine": lambda: scene.combine(buffer, handle, scene.made(1), **{name: given}),
+        }
+        with pytest.raises(ValueError, match=rf"{name} is on (cpu|meta) with a stride of [12]; .* contiguous on cpu"):
+            calls["combine" if name.startswith("combine") else "dispatch"]()
+        scene.round_trip(buffer)
+
+    run(1, monkeypatch, work)
