@@ -71,6 +71,8 @@ class NodeCalls:
         if self._closed:
             return
         self._closed = True
+        if self._is_in_graph:  # a replay that still runs, on whatever stream, comes before what is drained
+            self._synchronize()
         # Peers may still read what this rank published last.
         self._exchange.drain(pack(Header()))
         self._synchronize()
