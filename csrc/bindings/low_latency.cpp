@@ -176,6 +176,7 @@ void bind_low_latency(py::module_& module) {
       .def("export_own", [](const LowLatencyMemory& self) { return py::bytes(self.export_own()); })
       .def("open", &LowLatencyMemory::open, py::arg("peer"), py::arg("exported"))
       .def("close", &LowLatencyMemory::close)
+      .def("clear", &LowLatencyMemory::clear)
       .def("begin", &LowLatencyMemory::begin, py::arg("generation"))
       .def_property_readonly("words_a_slot", &LowLatencyMemory::words_a_slot)
       .def_property_readonly("bytes_a_slot", &LowLatencyMemory::bytes_a_slot)

@@ -5,6 +5,14 @@
 #include "common/check.h"
 
 namespace moe_ep {
+namespace {
+
+// Of both slots, behind the control block.
+int64_t bytes_of_words(int size, int64_t words_a_source) {
+  return kLowLatencyControlBytes + 2 * size * words_a_source * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+}  // namespace
 
 LowLatencyMemory::LowLatencyMemory(const Exchange& exchange) : exchange_(exchange) {
   const OnDevice on_device(device());
@@ -34,15 +42,19 @@ void LowLatencyMemory::allocate(int64_t words_a_slot, int64_t bytes_a_slot) {
     return (part + multiple - 1) / multiple * multiple;
   };
   const int64_t words_a_source = part_of(words_a_slot, 16), bytes_a_source = part_of(bytes_a_slot, 128);
-  const int64_t num_parts = 2 * size();
-  const int64_t word_bytes =
-      kLowLatencyControlBytes + num_parts * words_a_source * static_cast<int64_t>(sizeof(uint64_t));
-  check_cuda(cudaMalloc(reinterpret_cast<void**>(&own), whole_pages(word_bytes + num_parts * bytes_a_source)),
+  const int64_t num_bytes = bytes_of_words(size(), words_a_source) + 2 * size() * bytes_a_source;
+  check_cuda(cudaMalloc(reinterpret_cast<void**>(&own), whole_pages(num_bytes)),
              "low latency: memory for rows of the other ranks");
-  check_cuda(cudaMemset(own, 0, word_bytes), "low latency: zeroing the words");
-  check_cuda(cudaStreamSynchronize(nullptr), "low latency: zeroing the words");
   call_.words_a_source = words_a_source;
   call_.bytes_a_source = bytes_a_source;
+  clear();
+}
+
+void LowLatencyMemory::clear() {
+  const OnDevice on_device(device());
+  check_cuda(cudaMemset(call_.memory[exchange_.world().rank], 0, bytes_of_words(size(), call_.words_a_source)),
+             "low latency: zeroing the words");
+  check_cuda(cudaStreamSynchronize(nullptr), "low latency: zeroing the words");
 }
 
 std::string LowLatencyMemory::export_own() const {

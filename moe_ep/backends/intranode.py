@@ -356,6 +356,7 @@ class IntranodeBackend(NodeCalls):
     def reset(self) -> None:
         if self._uses_low_latency:  # whose kernels run on the caller's streams
             torch.cuda.synchronize(self._device)
+            self.low_latency.clear()
         super().reset()
         if self._uses_low_latency:
             self.low_latency.reset()

@@ -300,15 +300,21 @@ class NodeLowLatency:
     def unmask_all(self) -> None:
         self.mask.masked_fill_(self.mask == MASKED, OPEN)
 
+    def clear(self) -> None:
+        """Before the ranks meet for a reset. Nothing of this rank runs."""
+        self._memory.clear()
+
     def reset(self) -> None:
         """A new generation, behind that of the backend's memory. Nothing of this rank runs."""
         self._memory.reset()
         self.mask.masked_fill_(self.mask == LOST, OPEN)
+        torch.cuda.current_stream(self.device).synchronize()  # the next call may come on another stream, or in a graph
         self._last_stream = None
 
     def close(self) -> None:
         """Waits until no peer writes into this rank's memory any more, and lets go of theirs."""
         if self._memory.is_ready((0, 0)):
+            torch.cuda.synchronize(self.device)  # the last call, on whatever stream: what it sent is waited for
             if not self._faults.is_dead:
                 self._memory.native.drain(self._how(self.own_stream, None, sends=True, receives=False))
             torch.cuda.synchronize(self.device)

@@ -139,6 +139,7 @@ void call_everything() {
     LowLatencyMemory memory(*exchange);
     memory.allocate(kBytes, kBytes);
     memory.open(1, memory.export_own());
+    memory.clear();
     memory.begin(1);
     memory.close();
     memory.open(1, memory.export_own());

@@ -1,7 +1,9 @@
-"""Results in flight that a reset, a close or a CUDA graph comes between: the hook refuses, and touches nothing."""
+"""What a reset, a close or a graph comes between: hooks refuse and touch nothing, old words pass for no new ones."""
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 import moe_ep
 from tests.helpers.fake_low_latency import LowLatencyNode
 from tests.unit.node_helpers import construct
-from tests.unit.test_low_latency_node import HOOK, NodeBuffer, native_of, run, scenes
+from tests.unit.test_low_latency_node import HOOK, PLAIN, NodeBuffer, native_of, run, scenes
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +105,58 @@ def test_a_capture_between_the_halves_of_a_call_is_refused_and_the_hook_can_stil
     node.is_capturing = captures_call
     sent[-1]()
     of_rank[0].check_dispatch(sent, HOOK)
+
+
+def test_a_generation_knows_no_words_of_one_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generations are counted in 12 bits, 16 of them for each reset: 256 resets later the same number comes again."""
+    node = LowLatencyNode(2)
+    node.install(monkeypatch)
+    backends = construct(node)
+    batches = [scenes(2, seed=seed) for seed in range(2)]
+    buffers: list[Any] = [NodeBuffer(backend, batches[0][0].owner) for backend in backends]
+
+    def late(*given: Any, kernel: Any) -> None:
+        time.sleep(0.2)  # rank 0 looks for words before they are there
+        kernel(*given)
+
+    def work(rank: int) -> None:
+        batches[0][rank].round_trip(buffers[rank])
+        buffers[rank].reset()
+        batches[0][rank].round_trip(buffers[rank])
+        backends[rank]._memory.generation += 255
+        buffers[rank].reset()
+        native: Any = native_of(buffers[rank])
+        if rank == 1:
+            native.dispatch = partial(late, kernel=native.dispatch)
+        batches[1][rank].round_trip(buffers[rank])
+
+    node.run(work)
+
+
+def test_a_close_waits_for_the_last_call_before_it_asks_who_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may have been made on any stream; the question is asked on the buffer's own."""
+    of_rank, seen = scenes(1), []
+
+    def work(buffer: Any, rank: int) -> None:
+        of_rank[rank].dispatch(buffer, PLAIN)
+        native = native_of(buffer)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(native.launches[-1][0]))
+        buffer.close()
+
+    run(1, monkeypatch, work)
+    assert seen[:2] == ["dispatch", "drain"]
+
+
+def test_a_reset_has_opened_the_mask_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call may come on another stream."""
+
+    def work(buffer: Any, rank: int) -> None:
+        scenes(1)[0].round_trip(buffer)
+        buffer.backend.low_latency.mask.fill_(2)
+        stream: Any = torch.cuda.current_stream()
+        before = stream.num_synchronizes
+        buffer.reset()
+        assert buffer.backend.low_latency.mask.tolist() == [0]
+        assert stream.num_synchronizes == before + 1
+
+    run(1, monkeypatch, work)
