@@ -110,6 +110,7 @@ class NodeLowLatency:
         self.enable_shrink = self.is_waited_for = False
         self._last_stream: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
+        self._receiving: set[torch.cuda.Stream] = set()  # other streams than those of the calls, since the mask changed
         self._is_in_graph = False
         self.num_calls = 0
         self._native_of = functools.cache(self._native)
@@ -279,6 +280,7 @@ class NodeLowLatency:
         if stream != pending.stream:
             stream.wait_stream(pending.stream)
             pending.keep_for(stream)
+            self._receiving.add(stream)
         pending.launch(self._how(stream, pending, sends=False, receives=True))
 
     def refuse(self, operation: str) -> None:
@@ -293,12 +295,22 @@ class NodeLowLatency:
         self._memory.native.refuse(self._how(stream, None, sends=True, receives=True), CALLS.index(operation))
 
     def set_masked(self, rank: int, is_masked: bool) -> None:
-        """Leaves a rank out, or takes it in again unless it is lost; behind what the current stream has been given."""
+        """Leaves a rank out, or takes it in again unless it is lost: between the calls so far and those that follow."""
         one = self.mask[rank : rank + 1]
+        self._come_between_calls()
         one.masked_fill_(one != LOST, MASKED if is_masked else OPEN)
 
     def unmask_all(self) -> None:
+        self._come_between_calls()
         self.mask.masked_fill_(self.mask == MASKED, OPEN)
+
+    def _come_between_calls(self) -> None:
+        """The blocks of a call look at the mask one by one, and must all see the same, on whatever stream it runs."""
+        stream = self._stream_of(False)
+        if not torch.cuda.is_current_stream_capturing():
+            for receiving in self._receiving:
+                stream.wait_stream(receiving)
+            self._receiving.clear()
 
     def clear(self) -> None:
         """Before the ranks meet for a reset. Nothing of this rank runs."""

@@ -160,3 +160,46 @@ def test_a_reset_has_opened_the_mask_when_it_ends(monkeypatch: pytest.MonkeyPatc
         assert stream.num_synchronizes == before + 1
 
     run(1, monkeypatch, work)
+
+
+def test_a_first_call_in_a_capture_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it made would belong to the graph, and be filled by none but its replays."""
+    of_rank = scenes(1)
+    node = LowLatencyNode(1)
+    node.install(monkeypatch)
+    (backend,) = construct(node)
+    buffer: Any = NodeBuffer(backend, of_rank[0].owner, enable_shrink=True)
+    node.is_capturing = True
+    for call in (lambda: of_rank[0].dispatch(buffer, PLAIN), lambda: buffer.low_latency_update_mask_buffer(0, True)):
+        with pytest.raises(RuntimeError, match="run the call once before the capture"):
+            call()
+    node.is_capturing = False
+    assert "low_latency" not in vars(backend)
+    of_rank[0].round_trip(buffer)
+
+
+def test_a_mask_changes_between_calls_on_whatever_streams_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank = scenes(1)
+
+    def work(buffer: Any, rank: int) -> None:
+        scene, node = of_rank[rank], buffer.backend.low_latency
+        own, other, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+
+        def on(stream: Any, call: Any) -> list[object]:
+            past = len(stream.past)
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+            call()
+            return list(stream.past[past:])
+
+        def mask() -> None:
+            buffer.low_latency_update_mask_buffer(0, False)
+
+        on(own, lambda: scene.dispatch(buffer, PLAIN, async_finish=True))
+        assert on(own, mask) == [node.own_stream]
+        sent = scene.dispatch(buffer, HOOK)
+        on(other, sent[-1])
+        assert on(own, buffer.low_latency_clean_mask_buffer) == [other]
+        assert on(own, mask) == []
+        assert on(third, lambda: scene.dispatch(buffer, PLAIN)) == [own]
+
+    run(1, monkeypatch, work, enable_shrink=True)
