@@ -81,6 +81,34 @@ def test_masked_ranks_are_left_out_exactly_and_come_back(
     ranks.run(_masked, world, masked, by)
 
 
+def _masked_behind_a_call(group: dist.ProcessGroup) -> None:
+    """Rank 0 masks rank 1 while an asynchronous call has not begun, and while a hook runs on another stream."""
+    scene, side = scene_of(group), torch.cuda.Stream()
+    with open_buffer(group, enable_shrink=True) as buffer:
+        for hook in (False, True):
+            scene.kept = []
+            scene.round_trip(buffer)
+            torch.cuda._sleep(200_000_000)
+            result = scene.dispatch(buffer, Options(hook=hook), async_finish=not hook)
+            if hook:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    result[-1]()
+            if buffer.rank == 0:
+                buffer.low_latency_update_mask_buffer(1, True)
+            torch.cuda.synchronize()
+            scene.check_dispatch(result, PLAIN)
+            scene.kept = _kept(scene, [1], [0])
+            scene.round_trip(buffer)
+            buffer.low_latency_clean_mask_buffer()
+        buffer.check()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_mask_does_not_change_in_a_call_that_has_been_made(ranks: Pools, world: int) -> None:
+    ranks.run(_masked_behind_a_call, world)
+
+
 def _taken_in_again(group: dist.ProcessGroup) -> None:
     """Rank 0 masks rank 1 in a dispatch and no longer in its combine: rows that were not taken are not waited for."""
     scene = scene_of(group)
