@@ -153,7 +153,7 @@ def nvshmem_extensions() -> list[Extension]:
     return [
         Extension(
             "moe_ep._C_nvshmem",
-            sources=["csrc/internode/rail.cpp", *csrc_files("nvshmem", "cpp", "cu")],
+            sources=["csrc/exchange/host.cpp", "csrc/internode/rail.cpp", *csrc_files("nvshmem", "cpp", "cu")],
             depends=csrc_files("*", "h", "cuh"),
             extra_compile_args=[RELOCATABLE, f"-isystem={home / 'include'}"],
             extra_link_args=[f"-L{library}", "-lnvshmem_device", "-Xlinker=-l:libnvshmem_host.so.3"],

@@ -235,14 +235,15 @@ class Buffer(NormalMode, LowLatency):
         Raises:
             EPTimeoutError: a rank did not come within the limit.
         """
+        self._low_latency.lose("Buffer.reset()")
         self.backend.reset()
-        self._low_latency.hooks.clear()
         self._low_latency.num_calls = 0  # a rank that was left out has counted fewer
 
     def close(self) -> None:
         """Releases the group and the memory, without communication; a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._low_latency.lose("Buffer.close()")
             self._backend.close()
 
     def destroy(self) -> None:
@@ -317,9 +318,9 @@ class Buffer(NormalMode, LowLatency):
         return len(self._backend.ranks)
 
     def _device(self) -> torch.device:
-        if isinstance(self._backend, (IntranodeBackend, InternodeKernelsBackend)) or (
-            self.group is not None and "nccl" in str(dist.get_backend_config(self.group))
-        ):
+        if isinstance(self._backend, (IntranodeBackend, InternodeKernelsBackend)):
+            return self._backend.device
+        if self.group is not None and "nccl" in str(dist.get_backend_config(self.group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 

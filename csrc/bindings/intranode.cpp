@@ -319,6 +319,7 @@ bool done_only(const Exchange& exchange, uintptr_t caller, bool joins, const std
 }
 
 void drain(const Exchange& exchange, const std::string& header) {
+  const OnDevice on_device(exchange.device());
   launch_drain(call_of(exchange, header, 0, 0), exchange.stream());
 }
 
@@ -368,14 +369,14 @@ py::tuple expert_counts(Exchange& exchange, int num_local, int64_t alignment) {
   return py::make_tuple(real, padded);
 }
 
-// kHeaderWords int64 of each rank, of the newest call that was refused.
+// kHeaderWords int64 of each rank, of the newest refused call whose host waits.
 py::bytes headers(Exchange& exchange, int size) {
   return py::bytes(reinterpret_cast<const char*>(exchange.record().headers),
                    size * sizeof(exchange.record().headers[0]));
 }
 
 // Name and eight numbers of every fault since the last call of this, which are forgotten; a timeout stays until the
-// next generation.
+// next generation. Refusals are as `Exchange::take_refusals` says.
 std::vector<std::pair<std::string, std::vector<int64_t>>> take_faults(Exchange& exchange) {
   HostRecord& record = exchange.record();
   std::vector<std::pair<std::string, std::vector<int64_t>>> faults;
@@ -389,7 +390,9 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> take_faults(Exchange& 
     }
   };
   take("timeout", record.timeout, true);
-  take("refused", record.refused, false);
+  if (auto refusals = exchange.take_refusals(); !refusals.second.empty()) {
+    faults.push_back(std::move(refusals));
+  }
   take("overflow", record.overflow, false);
   take("bad_idx", record.bad_idx, false);
   take("low_latency", record.low_latency, false);
@@ -401,7 +404,7 @@ bool has_fault(Exchange& exchange) {
   const auto valid = [](const HostRecord::Fault& fault) {
     return __atomic_load_n(&fault.valid, __ATOMIC_ACQUIRE) != 0;
   };
-  return valid(record.timeout) || valid(record.refused) || valid(record.overflow) || valid(record.bad_idx) ||
+  return valid(record.timeout) || exchange.has_refusals() || valid(record.overflow) || valid(record.bad_idx) ||
          valid(record.low_latency);
 }
 

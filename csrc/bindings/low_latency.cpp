@@ -109,6 +109,7 @@ py::tuple needs(int size, const LowLatencyShape& shape, const LowLatencyShape& c
 
 void dispatch(const LowLatencyMemory& memory, const Launching& launching, int64_t operation,
               const LowLatencyDispatch& input) {
+  const OnDevice on_device(memory.device());
   const int size = memory.size();
   const LowLatencyCall call =
       with(memory.call(operation, dispatch_words(input.shape, size), bytes_of_rows(input.shape, size)), launching);
@@ -117,6 +118,7 @@ void dispatch(const LowLatencyMemory& memory, const Launching& launching, int64_
 
 void combine(const LowLatencyMemory& memory, const Launching& launching, int64_t operation,
              const LowLatencyCombine& input, const std::string& dtype) {
+  const OnDevice on_device(memory.device());
   const RowKind kind = low_latency_kind(dtype);
   const int64_t num_words = combine_words(input.shape, memory.size(), row_units_of(input.shape, kind));
   const LowLatencyCall call =
@@ -125,10 +127,12 @@ void combine(const LowLatencyMemory& memory, const Launching& launching, int64_t
 }
 
 void refuse(const LowLatencyMemory& memory, const Launching& launching, int64_t operation) {
+  const OnDevice on_device(memory.device());
   launch_low_latency_refusal(with(memory.call(operation, 0, 0), launching), stream_from(launching.stream));
 }
 
 void drain(const LowLatencyMemory& memory, const Launching& launching) {
+  const OnDevice on_device(memory.device());
   launch_low_latency_drain(with(memory.call(0, 0, 0), launching), stream_from(launching.stream));
 }
 
@@ -172,6 +176,7 @@ void bind_low_latency(py::module_& module) {
       .def("export_own", [](const LowLatencyMemory& self) { return py::bytes(self.export_own()); })
       .def("open", &LowLatencyMemory::open, py::arg("peer"), py::arg("exported"))
       .def("close", &LowLatencyMemory::close)
+      .def("clear", &LowLatencyMemory::clear)
       .def("begin", &LowLatencyMemory::begin, py::arg("generation"))
       .def_property_readonly("words_a_slot", &LowLatencyMemory::words_a_slot)
       .def_property_readonly("bytes_a_slot", &LowLatencyMemory::bytes_a_slot)

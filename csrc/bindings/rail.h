@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "exchange/host.h"
 #include "internode/rail.h"
 
 namespace moe_ep {
@@ -64,6 +65,7 @@ void bind_rail(pybind11::class_<Rail>& bound) {
       [](Rail& rail, const RailRound& round, const DepartingRows& rows, uintptr_t token, int num_sms,
          uintptr_t stream) {
         check_round(rail.rail(), round);
+        const OnDevice on_device(rail.device());
         rail.send(round, rail_rows(rows, token), num_sms, reinterpret_cast<cudaStream_t>(stream));
       },
       no_gil, py::arg("round"), py::arg("rows"), py::arg("token"), py::arg("num_sms"), py::arg("stream"));
@@ -71,6 +73,7 @@ void bind_rail(pybind11::class_<Rail>& bound) {
     bound.def(
         name,
         [step](Rail& rail, const RailRound& round, uintptr_t stream) {
+          const OnDevice on_device(rail.device());
           (rail.*step)(round, reinterpret_cast<cudaStream_t>(stream));
         },
         no_gil, py::arg("round"), py::arg("stream"));
@@ -78,6 +81,13 @@ void bind_rail(pybind11::class_<Rail>& bound) {
   def_step("wait_free", &Rail::wait_free);
   def_step("wait", &Rail::wait);
   def_step("take", &Rail::take);
+  bound.def(
+      "settle",
+      [](Rail& rail, uintptr_t stream) {
+        const OnDevice on_device(rail.device());
+        rail.settle(reinterpret_cast<cudaStream_t>(stream));
+      },
+      no_gil, py::arg("stream"));
 }
 
 inline void bind_rail_round(pybind11::module_& module) {

@@ -281,19 +281,36 @@ __device__ inline void fill_output(const Output& output) {
   }
 }
 
+// By a whole block. The first refusal stays until the host takes it; of those behind it only the number is kept. A host
+// that waits finds the headers of its call apart.
 __device__ inline void record_refusal(const Call& call, const Turn& turn, uint32_t verdict) {
+  __shared__ bool shared_is_first;
   const World& world = call.world;
   HostRecord* record = world.record;
+  if (threadIdx.x == 0) {
+    shared_is_first = load_acquire(&record->refused.valid) == 0;
+  }
+  __syncthreads();
+  const bool is_first = shared_is_first;
   for (int i = threadIdx.x; i < world.size * kHeaderWords; i += blockDim.x) {
     const int rank = i / kHeaderWords, word = i % kHeaderWords;
-    record->headers[rank][word] = world.control[world.rank]->headers[rank][turn.slot].words[word];
+    const int64_t value = world.control[world.rank]->headers[rank][turn.slot].words[word];
+    if (call.question != 0) {
+      record->headers[rank][word] = value;
+    }
+    if (is_first) {
+      record->refused_headers[rank][word] = value;
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    record->refused.values[0] = verdict;
-    record->refused.values[1] = turn.epoch;
     __threadfence_system();
-    store_release(&record->refused.valid, 1);
+    if (is_first) {
+      record->refused.values[0] = verdict;
+      record->refused.values[1] = turn.epoch;
+      store_release(&record->refused.valid, 1);
+    }
+    store_release(&record->num_refused, record->num_refused + 1);  // behind the record that it may count
   }
 }
 

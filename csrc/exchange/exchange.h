@@ -106,13 +106,16 @@ struct HostRecord {
   int64_t rank_tokens[kMaxRanks];
   int64_t rank_rows[kMaxRanks][kMaxRanks];
   int64_t recv_pairs[kMaxRanks];
-  int64_t headers[kMaxRanks][kHeaderWords];  // of the newest call that was refused
+  int64_t headers[kMaxRanks][kHeaderWords];  // of the newest refused call with a question
   Fault timeout;                             // peer, phase, epoch, expected, seen, operation
-  Fault refused;                             // verdict, epoch; `headers` are its
+  Fault refused;                             // verdict, epoch: of the first one that the host has not taken
   Fault overflow;                            // rows received, max_rows
   Fault bad_idx;                             // slot, id, K, E
   Fault low_latency;                         // kind (csrc/low_latency/low_latency.h), operation, and what the kind says
-  int32_t expert_counts[kMaxHostCounts];     // of a plan whose host waits
+  int64_t refused_headers[kMaxRanks][kHeaderWords];  // of `refused`
+  uint64_t num_refused;                              // calls of this generation, counted by the device
+  uint64_t num_refusals_taken;                       // those that the host knows of, counted by it
+  int32_t expert_counts[kMaxHostCounts];             // of a plan whose host waits
 };
 
 struct World {

@@ -1,5 +1,6 @@
 #include "exchange/host.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -58,42 +59,53 @@ Exchange::Exchange(int rank, int size, double timeout_secs) {
 }
 
 Exchange::~Exchange() {
-  close_segments();
-  for (int peer = 0; peer < world_.size; ++peer) {
-    if (peer != world_.rank && world_.control[peer] != nullptr) {
-      cudaIpcCloseMemHandle(world_.control[peer]);
-    }
-  }
-  for (int block = 0; block < num_blocks_; ++block) {
+  quietly_on(device_, [&] {
+    close_segments();
     for (int peer = 0; peer < world_.size; ++peer) {
-      if (is_opened_[block][peer]) {
-        cudaIpcCloseMemHandle(world_.blocks[block][peer]);
+      if (peer != world_.rank && world_.control[peer] != nullptr) {
+        cudaIpcCloseMemHandle(world_.control[peer]);
       }
     }
-    if (!is_adopted_[block]) {
-      cudaFree(world_.blocks[block][world_.rank]);
+    for (int block = 0; block < num_blocks_; ++block) {
+      for (int peer = 0; peer < world_.size; ++peer) {
+        if (is_opened_[block][peer]) {
+          cudaIpcCloseMemHandle(world_.blocks[block][peer]);
+        }
+      }
+      if (!is_adopted_[block]) {
+        cudaFree(world_.blocks[block][world_.rank]);
+      }
     }
-  }
-  cudaFree(world_.segment[world_.rank]);
-  cudaFree(world_.control[world_.rank]);
-  cudaFreeHost(record_);
-  cudaEventDestroy(followed_);
-  cudaEventDestroy(led_);
+    cudaFree(world_.segment[world_.rank]);
+    cudaFree(world_.control[world_.rank]);
+    cudaFreeHost(record_);
+    cudaEventDestroy(followed_);
+    cudaEventDestroy(led_);
+  });
 }
 
-std::string Exchange::export_control() const { return export_memory(world_.control[world_.rank]); }
+std::string Exchange::export_control() const {
+  const OnDevice on_device(device_);
+  return export_memory(world_.control[world_.rank]);
+}
 
-std::string Exchange::export_segment() const { return export_memory(world_.segment[world_.rank]); }
+std::string Exchange::export_segment() const {
+  const OnDevice on_device(device_);
+  return export_memory(world_.segment[world_.rank]);
+}
 
 void Exchange::open_control(int peer, const std::string& exported) {
+  const OnDevice on_device(device_);
   world_.control[peer] = static_cast<Control*>(open_memory(exported));
 }
 
 void Exchange::open_segment(int peer, const std::string& exported) {
+  const OnDevice on_device(device_);
   world_.segment[peer] = static_cast<char*>(open_memory(exported));
 }
 
 void Exchange::close_segments() {
+  const OnDevice on_device(device_);
   for (int peer = 0; peer < world_.size; ++peer) {
     if (peer != world_.rank && world_.segment[peer] != nullptr) {
       cudaIpcCloseMemHandle(world_.segment[peer]);
@@ -103,6 +115,7 @@ void Exchange::close_segments() {
 }
 
 void Exchange::allocate_segment(int64_t slot_bytes) {
+  const OnDevice on_device(device_);
   slot_bytes = whole_pages(slot_bytes);
   check_cuda(cudaFree(world_.segment[world_.rank]), "intranode: freeing the segment");
   world_.segment[world_.rank] = nullptr;
@@ -115,6 +128,7 @@ void Exchange::allocate_segment(int64_t slot_bytes) {
 uintptr_t Exchange::allocate_block(int64_t num_bytes) {
   MOE_EP_CHECK(num_blocks_ < kMaxBlocks, "the buffer holds ", kMaxBlocks,
                " tensors that peers read in place, which is the limit: use those again.");
+  const OnDevice on_device(device_);
   char*& block = world_.blocks[num_blocks_][world_.rank];
   check_cuda(cudaMalloc(reinterpret_cast<void**>(&block), whole_pages(num_bytes < 1 ? 1 : num_bytes)),
              "intranode: memory that peers read in place");
@@ -122,9 +136,13 @@ uintptr_t Exchange::allocate_block(int64_t num_bytes) {
   return reinterpret_cast<uintptr_t>(block);
 }
 
-std::string Exchange::export_block() const { return export_memory(world_.blocks[num_blocks_ - 1][world_.rank]); }
+std::string Exchange::export_block() const {
+  const OnDevice on_device(device_);
+  return export_memory(world_.blocks[num_blocks_ - 1][world_.rank]);
+}
 
 void Exchange::open_block(int peer, const std::string& exported) {
+  const OnDevice on_device(device_);
   world_.blocks[num_blocks_ - 1][peer] = static_cast<char*>(open_memory(exported));
   is_opened_[num_blocks_ - 1][peer] = true;
 }
@@ -141,6 +159,7 @@ void Exchange::adopt_block(const std::vector<uintptr_t>& addresses) {
 }
 
 void Exchange::begin_generation(uint32_t generation) {
+  const OnDevice on_device(device_);
   State state;
   std::memset(&state, 0, sizeof(state));
   state.generation = generation;
@@ -149,7 +168,7 @@ void Exchange::begin_generation(uint32_t generation) {
   // A copy from pageable memory may still be under way, and the kernels' stream does not wait for the default one.
   check_cuda(cudaStreamSynchronize(nullptr), "intranode: a new generation");
   record_->timeout.valid = record_->refused.valid = record_->overflow.valid = record_->bad_idx.valid = 0;
-  record_->low_latency.valid = 0;
+  record_->low_latency.valid = record_->num_refused = record_->num_refusals_taken = 0;
 }
 
 bool Exchange::follow(cudaStream_t caller) const {
@@ -217,6 +236,32 @@ bool Exchange::take_fault(HostRecord::Fault* fault, int64_t (&values)[8]) {
   }
   std::memcpy(values, fault->values, sizeof(values));
   return true;
+}
+
+bool Exchange::has_refusals() const {
+  return __atomic_load_n(&record_->refused.valid, __ATOMIC_ACQUIRE) != 0 ||
+         __atomic_load_n(&record_->num_refused, __ATOMIC_ACQUIRE) > record_->num_refusals_taken;
+}
+
+std::pair<std::string, std::vector<int64_t>> Exchange::take_refusals() {
+  int64_t values[8];
+  const uint64_t num_kept = take_fault(&record_->refused, values) ? 1 : 0;
+  // The device counts behind the record: of the kept one it may not have counted yet.
+  const uint64_t num_refused = __atomic_load_n(&record_->num_refused, __ATOMIC_ACQUIRE);
+  const uint64_t num_before = record_->num_refusals_taken + num_kept, num_known = std::max(num_refused, num_before);
+  const int64_t num_more = static_cast<int64_t>(num_known - num_before);
+  record_->num_refusals_taken = num_known;
+  if (num_kept == 0) {
+    return {"refusals", num_more == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{num_more, 0, 0, 0, 0, 0, 0, 0}};
+  }
+  std::vector<int64_t> taken(values, values + 8);
+  taken[2] = num_more;
+  for (int rank = 0; rank < world_.size; ++rank) {
+    const int64_t* words = record_->refused_headers[rank];
+    taken.insert(taken.end(), words, words + kHeaderWords);
+  }
+  __atomic_store_n(&record_->refused.valid, 0, __ATOMIC_RELEASE);
+  return {"refused", taken};
 }
 
 OnDevice::OnDevice(int device) {

@@ -4,7 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "exchange/exchange.h"
@@ -13,7 +15,8 @@ namespace moe_ep {
 
 // One rank's part of an exchange. It owns a control block of fixed size, a segment of two slots that can be replaced,
 // the mappings of the other ranks' and mapped host memory for reports. Not thread safe. All methods throw
-// std::runtime_error with a sentence where CUDA refuses.
+// std::runtime_error with a sentence where CUDA refuses. What it does, it does on the device that was current when it
+// was made, whichever is current later; this also goes for what stands on it.
 class Exchange {
  public:
   // Takes memory on the current device. `timeout_secs` is the limit of every wait on the device.
@@ -73,6 +76,11 @@ class Exchange {
 
   HostRecord& record() { return *record_; }
   static bool take_fault(HostRecord::Fault* fault, int64_t (&values)[8]);
+  bool has_refusals() const;
+  // "refused": the first one since the last look (verdict, epoch, how many calls behind it were refused too, five
+  // zeros), then the headers of all ranks. "refusals": how many, where none was kept: they came while the host took
+  // one.
+  std::pair<std::string, std::vector<int64_t>> take_refusals();
 
  private:
   uint64_t answered() const;
@@ -110,5 +118,15 @@ class OnDevice {
 // The current device, as other processes can name it, and whether its kernels can reach another one's memory.
 std::string pci_bus_id();
 bool can_reach(const std::string& peer_pci_bus_id);
+
+// What a destructor does on a device. Where CUDA is gone there is nothing left to do.
+template <typename Work>
+void quietly_on(int device, const Work& work) {
+  try {
+    const OnDevice on_device(device);
+    work();
+  } catch (const std::runtime_error&) {
+  }
+}
 
 }  // namespace moe_ep

@@ -221,7 +221,9 @@ __global__ void __launch_bounds__(kThreads, kOneScale ? (Source::kBlocksPerSm + 
       const int64_t in_expert = (tile.begin - tile.expert_begin) / kTile;
       const int64_t expert = tile.expert_begin / tile.expert_rows;
       out.row_scales[tile_idx * ((num_blocks + 3) / 4 * 4) + block] = scale;
-      out.column_scales[(expert * num_blocks + block) * ((tiles_of_expert + 3) / 4 * 4) + in_expert] = scale;
+      if constexpr (kColumns) {
+        out.column_scales[(expert * num_blocks + block) * ((tiles_of_expert + 3) / 4 * 4) + in_expert] = scale;
+      }
     }
     if (is_inside) {
 #pragma unroll
@@ -290,6 +292,8 @@ struct Launch {
       cast_blocks(SwigluSource<Elem>{values, width});
     } else if (source == TileSource::kSwigluGrad) {
       cast_blocks(SwigluGradSource<Elem>{values, static_cast<const Elem*>(grads), width});
+    } else if (one_scale && outputs.columns == nullptr) {
+      run<true, false, true>(RowsSource<Elem>{values, width});
     } else if (one_scale) {
       run<true, true, true>(RowsSource<Elem>{values, width});
     } else {

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "exchange/host.h"
 
 namespace moe_ep {
 
@@ -16,6 +17,7 @@ RailTransport::RailTransport(int node, int num_nodes, int64_t flow_bytes) {
   rail_.node = node;
   rail_.num_nodes = num_nodes;
   rail_.flow_bytes = flow_bytes;
+  check_cuda(cudaGetDevice(&device_), "internode: the current device");
 }
 
 void RailTransport::watch(uintptr_t node_state, uintptr_t record, double timeout_secs) {
@@ -25,12 +27,14 @@ void RailTransport::watch(uintptr_t node_state, uintptr_t record, double timeout
 }
 
 void RailTransport::begin_generation(uint32_t generation) {
+  const OnDevice on_device(device_);
   const RailState state = {generation, 0, 0};
   check_cuda(cudaMemcpy(rail_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "internode: a new generation");
   check_cuda(cudaStreamSynchronize(nullptr), "internode: a new generation");
 }
 
 uint64_t RailTransport::sent_bytes() const {
+  const OnDevice on_device(device_);
   RailState state;
   check_cuda(cudaDeviceSynchronize(), "internode: waiting for the rail");
   check_cuda(cudaMemcpy(&state, rail_.state, sizeof(state), cudaMemcpyDeviceToHost), "internode: reading the state");

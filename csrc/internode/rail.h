@@ -84,18 +84,25 @@ class RailTransport {
   virtual void wait(const RailRound& round, cudaStream_t stream) = 0;
   // Says that what came in a round is taken. Behind all sends of its call where it is the last round.
   virtual void take(const RailRound& round, cudaStream_t stream) = 0;
-  // Round 0 of a generation, which must be the same on all ranks of the rail. None of its kernels may be running.
+  // Until all that this rank has put and signalled, in kernels that have ended, is there: a put may be under way for
+  // longer than the kernel that began it. It waits for the network alone, without a limit of its own.
+  virtual void settle(cudaStream_t stream) = 0;
+  // Round 0 of a generation, which must be the same on all ranks of the rail. None of its kernels may be running, and
+  // what they have put is settled, on any rank: it would be written over what the new generation puts there.
   void begin_generation(uint32_t generation);
   // Bytes of rows put to other nodes in this generation; waits for the device.
   uint64_t sent_bytes() const;
   // The exchange inside the node whose calls fail where a wait here does, and the limit of every wait.
   void watch(uintptr_t node_state, uintptr_t record, double timeout_secs);
   const Rail& rail() const { return rail_; }
+  // That was current when this was made; launches want it to be current.
+  int device() const { return device_; }
 
  protected:
   RailTransport(int node, int num_nodes, int64_t flow_bytes);
 
   Rail rail_;
+  int device_ = 0;
 };
 
 }  // namespace moe_ep

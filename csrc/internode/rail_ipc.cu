@@ -39,20 +39,26 @@ IpcRail::IpcRail(int node, int num_nodes, int64_t flow_bytes, uintptr_t node_sta
 }
 
 IpcRail::~IpcRail() {
-  for (int node = 0; node < rail_.num_nodes; ++node) {
-    if (node != rail_.node && hop_.peers[node] != nullptr) {
-      cudaIpcCloseMemHandle(hop_.peers[node]);
+  quietly_on(device_, [&] {
+    for (int node = 0; node < rail_.num_nodes; ++node) {
+      if (node != rail_.node && hop_.peers[node] != nullptr) {
+        cudaIpcCloseMemHandle(hop_.peers[node]);
+      }
     }
-  }
-  cudaFree(rail_.block);
-  cudaFree(rail_.state);
+    cudaFree(rail_.block);
+    cudaFree(rail_.state);
+  });
 }
 
-std::string IpcRail::export_block() const { return export_memory(rail_.block); }
+std::string IpcRail::export_block() const {
+  const OnDevice on_device(device_);
+  return export_memory(rail_.block);
+}
 
 void IpcRail::open_block(int node, const std::string& exported) {
   MOE_EP_CHECK(0 <= node && node < rail_.num_nodes && node != rail_.node, "node is ", node,
                ": name another one of the rail.");
+  const OnDevice on_device(device_);
   hop_.peers[node] = static_cast<char*>(open_memory(exported));
 }
 

@@ -35,6 +35,7 @@ class IpcRail : public RailTransport {
   void wait_free(const RailRound& round, cudaStream_t stream) override;
   void wait(const RailRound& round, cudaStream_t stream) override;
   void take(const RailRound& round, cudaStream_t stream) override;
+  void settle(cudaStream_t) override {}  // stores are there when their kernel has ended
 
  private:
   IpcHop hop_;

@@ -191,13 +191,22 @@ __device__ inline void greet(const LowLatencyCall& call, const LowLatencyTurn& t
 
 // -- the begin of receiving ---------------------------------------------------------------------------------------
 
+// The first report stays until the host takes it; several threads, also of two kernels, may come with one.
 __device__ inline void report(const LowLatencyCall& call, LowLatencyFault kind, int64_t a, int64_t b, int64_t c) {
   HostRecord::Fault& fault = call.world.record->low_latency;
-  const int64_t values[5] = {kind, call.world.operation, a, b, c};
-  for (int i = 0; i < 5; ++i) {
-    fault.values[i] = values[i];
+  if (load_acquire(&fault.valid) != 0 || atomicExch(&call.state->is_reporting, 1u) != 0) {
+    return;
   }
-  store_release(&fault.valid, 1);
+  __threadfence();
+  if (load_acquire(&fault.valid) == 0) {
+    const int64_t values[5] = {kind, call.world.operation, a, b, c};
+    for (int i = 0; i < 5; ++i) {
+      fault.values[i] = values[i];
+    }
+    store_release(&fault.valid, 1);
+  }
+  __threadfence();
+  atomicExch(&call.state->is_reporting, 0u);
 }
 
 // By a whole block: hears every peer; `shared_open` says from whom rows come. False where the call is given up: after

@@ -51,6 +51,7 @@ struct LowLatencyState {
   uint32_t num_sent;                 // blocks of a kernel that have sent
   uint32_t num_received[2];          // blocks of a kernel that have received, by slot: two may run at once
   uint32_t lost[2];                  // a peer was lost in the call of this slot: its results are made anew
+  uint32_t is_reporting;             // a thread fills the record
   uint64_t sent[2][kMaxRanks];       // by slot and peer: the call that was sent there last; its ack is awaited
   uint64_t waited_ns[2][kMaxRanks];  // the longest wait for each peer
 };

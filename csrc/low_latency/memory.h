@@ -30,7 +30,12 @@ class LowLatencyMemory {
   int64_t words_a_slot() const { return size() * call_.words_a_source; }
   int64_t bytes_a_slot() const { return size() * call_.bytes_a_source; }
   int size() const { return exchange_.size(); }
+  int device() const { return exchange_.device(); }
 
+  // Forgets the words of all calls: a word has 12 bits for the generation, so one of long ago would pass for a new one.
+  // Before the ranks meet for a new generation, as what a peer writes behind that is of the new one. No low-latency
+  // kernel of this rank may be running.
+  void clear();
   // Epoch 0 of a generation. No low-latency kernel of this rank may be running.
   void begin(uint32_t generation);
 

@@ -168,8 +168,10 @@ __device__ inline void receive_nothing(const LowLatencyCall& call, const LowLate
   for (int expert = threadIdx.x; expert < in.num_local; expert += kDispatchThreads) {
     in.recv_count[expert] = 0;
   }
+  // After a failure nothing may have been sent, nor said of the slots.
+  const bool was_sent = !has_failed(call);
   for (int pair = threadIdx.x; pair < in.num_tokens * in.shape.num_topk; pair += kDispatchThreads) {
-    in.slot_rank[pair] = in.slot_rank[pair] == -1 ? -1 : kDropped;
+    in.slot_rank[pair] = (was_sent ? in.slot_rank[pair] : key_of(in, pair)) == -1 ? -1 : kDropped;
   }
   if (threadIdx.x == 0) {
     in.row_places[0] = 0;

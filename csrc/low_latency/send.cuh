@@ -71,8 +71,8 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
       report(call, kTooManyRows, key, counts[key], in.shape.max_tokens);
     }
   }
-  if (threadIdx.x == 0 && shared.bad_slot < num_pairs) {
-    HostRecord::Fault& fault = call.world.record->bad_idx;
+  HostRecord::Fault& fault = call.world.record->bad_idx;
+  if (threadIdx.x == 0 && shared.bad_slot < num_pairs && load_acquire(&fault.valid) == 0) {
     const int64_t values[4] = {shared.bad_slot, id_of(shared.bad_slot), in.shape.num_topk, in.shape.num_experts};
     for (int i = 0; i < 4; ++i) {
       fault.values[i] = values[i];

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "exchange/host.h"
 #include "internode/rail_kernels.cuh"
 #include "nvshmem/rail_nvshmem.h"
 
@@ -34,6 +35,9 @@ __device__ inline uint64_t NvshmemHop::seen(uint64_t* word) const {
   return value;
 }
 
+// For all that this GPU has put so far, whichever thread did; what the host issues has a quiet of its own.
+__global__ void moe_ep_rail_settle() { nvshmem_quiet(); }
+
 NvshmemRail::NvshmemRail(int node, const std::vector<int>& pes, int64_t flow_bytes, uintptr_t node_state,
                          uintptr_t record, double timeout_secs)
     : RailTransport(node, static_cast<int>(pes.size()), flow_bytes) {
@@ -50,12 +54,17 @@ NvshmemRail::NvshmemRail(int node, const std::vector<int>& pes, int64_t flow_byt
   hop_.block = rail_.block;
   std::copy(pes.begin(), pes.end(), hop_.pes);
   load_rail_kernels<NvshmemHop>();
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, moe_ep_rail_settle), "internode: loading the kernels");
   begin_generation(0);
 }
 
-NvshmemRail::~NvshmemRail() { cudaFree(rail_.state); }
+NvshmemRail::~NvshmemRail() {
+  quietly_on(device_, [&] { cudaFree(rail_.state); });
+}
 
 void NvshmemRail::release() {
+  const OnDevice on_device(device_);
   nvshmem_free(rail_.block);
   rail_.block = hop_.block = nullptr;
 }
@@ -73,6 +82,11 @@ void NvshmemRail::wait_free(const RailRound& round, cudaStream_t stream) {
 void NvshmemRail::wait(const RailRound& round, cudaStream_t stream) { launch_rail_wait(rail_, hop_, round, stream); }
 
 void NvshmemRail::take(const RailRound& round, cudaStream_t stream) { launch_rail_take(rail_, hop_, round, stream); }
+
+void NvshmemRail::settle(cudaStream_t stream) {
+  moe_ep_rail_settle<<<1, 1, 0, stream>>>();
+  check_cuda(cudaGetLastError(), "internode: the launch of a wait for puts");
+}
 
 void register_kernels() {
   cudaFunction_t function = nullptr;

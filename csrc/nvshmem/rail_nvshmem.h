@@ -39,6 +39,7 @@ class NvshmemRail : public RailTransport {
   void wait_free(const RailRound& round, cudaStream_t stream) override;
   void wait(const RailRound& round, cudaStream_t stream) override;
   void take(const RailRound& round, cudaStream_t stream) override;
+  void settle(cudaStream_t stream) override;
 
  private:
   NvshmemHop hop_;

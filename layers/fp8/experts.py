@@ -27,11 +27,12 @@ from torch import Tensor
 
 from moe_ep.autograd.once import once_differentiable
 from moe_ep.config import MoEConfig
+from moe_ep.fp8.blocks import Fp8Cast
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, check_sizes
 from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.layers.activations import Activation, activate, activation_grad
 from moe_ep.layers.fp8.gemm import GroupedGemm, make_gemm
-from moe_ep.layers.fp8.recipe import Fp8Recipe, Pair, make_recipe
+from moe_ep.layers.fp8.recipe import Fp8Recipe, make_recipe
 from moe_ep.layers.fp8.weights import CastWeights, Fingerprint, identity_of
 from moe_ep.layers.grouped_linear import weight_grad
 
@@ -89,23 +90,29 @@ class Fp8Experts:
             data, scales = self.recipe.payload(rows.detach(), lambda largest: largest)
             rows = Fp8Rows(rows, data, scales, tuple(sizes))
         marks, self._marks = self._marks, {}
-        weights = Weights(*self._weight("first", marks, first_LPH), *self._weight("down", marks, down_LHF))
+        # The transposed weights make gradients of rows and of inner; without a backward they are not made, nor kept.
+        of_rows = torch.is_grad_enabled() and rows.face.requires_grad
+        of_inner = of_rows or (torch.is_grad_enabled() and (first_LPH.requires_grad or down_LHF.requires_grad))
+        first = self._weight("first", marks, first_LPH, of_rows)
+        down = self._weight("down", marks, down_LHF, of_inner)
+        weights = Weights(first.rows, first.columns, down.rows, down.columns)
         ranges = RowRanges(tuple(sizes), rows.data.device)
         out: Tensor = _Mlp.apply(rows.face, first_LPH, down_LHF, rows, weights, ranges, self, dtype)  # type: ignore[no-untyped-call]
         return out
 
-    def _weight(self, name: str, marks: dict[str, Fingerprint], weight_LOI: Tensor) -> Pair:
+    def _weight(self, name: str, marks: dict[str, Fingerprint], weight_LOI: Tensor, columns: bool) -> Fp8Cast:
         mark = marks.get(name)
         if _is_capturing(weight_LOI):
             mark = None
         elif mark is None or mark.identity != identity_of(weight_LOI):  # of a forward that did not come so far
             mark = Fingerprint.of(weight_LOI)
-        return self._cast.get(name, mark, lambda: self.recipe.weights(name, weight_LOI.detach()))
+        weight = weight_LOI.detach()
+        return self._cast.get(name, mark, columns, lambda: self.recipe.weights(name, weight, columns=columns))
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Both weights in FP8, as forward multiplies them and as the gradient of their input does."""
+    """Both weights in FP8, as forward multiplies them and as the gradient of their input does, if that is wanted."""
 
     first: Fp8Matrices
     first_transposed: Fp8Matrices

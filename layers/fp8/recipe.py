@@ -32,7 +32,6 @@ from moe_ep.fp8.rows import Fp8Rows
 from moe_ep.layers.activations import Activation, activate, activation_grad
 
 GroupMax = Callable[[Tensor], Tensor]  # the largest over the ranks of a float32 scalar; collective
-Pair = tuple[Fp8Matrices, Fp8Matrices]
 
 _HISTORY: Final = 1024  # calls whose largest elements the delayed recipe remembers, as Transformer Engine's default
 _LARGEST: Final = {torch.float8_e4m3fn: MAX_E4M3, torch.float8_e5m2: 57344.0}
@@ -72,8 +71,8 @@ class Fp8Recipe(Protocol):
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
 
-    def weights(self, name: str, weight_LOI: Tensor) -> Pair:
-        """[O, I] of each expert, and [I, O]."""
+    def weights(self, name: str, weight_LOI: Tensor, *, columns: bool) -> Fp8Cast:
+        """[O, I] of each expert, and [I, O] if `columns`."""
 
 
 def make_recipe(config: FP8Config) -> Fp8Recipe:
@@ -128,8 +127,8 @@ class Blockwise:
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)
 
-    def weights(self, name: str, weight_LOI: Tensor) -> Pair:
-        return fp8_blocks.cast_weights(weight_LOI, self._power_of_two)
+    def weights(self, name: str, weight_LOI: Tensor, *, columns: bool) -> Fp8Cast:
+        return fp8_blocks.cast_weights(weight_LOI, self._power_of_two, columns=columns)
 
 
 class PerTensor:
@@ -182,12 +181,12 @@ class PerTensor:
         nothing = made[:0]
         return Fp8Cast(made if rows else nothing, _transposed(made) if columns else nothing)
 
-    def weights(self, name: str, weight_LOI: Tensor) -> Pair:
+    def weights(self, name: str, weight_LOI: Tensor, *, columns: bool) -> Fp8Cast:
         scale = self._scale(self._largest(name, weight_LOI), torch.float8_e4m3fn)
         codes_LOI = _cast(weight_LOI, scale, torch.float8_e4m3fn)
         codes = codes_LOI.view(torch.uint8).unbind()
         made = Fp8Matrices(codes, [scale] * len(codes), codes_LOI.dtype, "tensor")
-        return made, _transposed(made)
+        return Fp8Cast(made, _transposed(made) if columns else made[:0])
 
     def _scale(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
         """[1] float32."""

@@ -18,9 +18,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from moe_ep.fp8.matrix import Fp8Matrices
+from moe_ep.fp8.blocks import Fp8Cast
 
-Pair = tuple[Fp8Matrices, Fp8Matrices]
 _SAMPLED_ROWS: Final = 32  # of each expert
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -74,14 +73,18 @@ class CastWeights:
     """The casts of one layer, by parameter name. A copied or pickled layer begins without."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Fingerprint, Pair]] = {}
+        self._kept: dict[str, tuple[Fingerprint, Fp8Cast]] = {}
 
-    def get(self, name: str, now: Fingerprint | None, cast: Callable[[], Pair]) -> Pair:
-        """The cast of the values that `now` was taken of, made by `cast` if it is not kept; None keeps nothing."""
+    def get(self, name: str, now: Fingerprint | None, columns: bool, cast: Callable[[], Fp8Cast]) -> Fp8Cast:
+        """The cast of the values that `now` was taken of, made by `cast` if it is not kept; None keeps nothing.
+
+        With `columns`, what a forward without gradients left, which has only rows, does not do.
+        """
         if now is None:
             return cast()
         kept = self._kept.get(name)
-        if kept is None or not kept[0].matches(now):
+        lacks_columns = columns and kept is not None and len(kept[1].columns) < len(kept[1].rows)
+        if kept is None or lacks_columns or not kept[0].matches(now):
             self._kept.pop(name, None)  # before the new one takes memory
             kept = self._kept[name] = (now, cast())
         return kept[1]

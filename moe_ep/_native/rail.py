@@ -48,6 +48,9 @@ class NativeRail(Protocol):
 
     def take(self, round: NativeRound, stream: int) -> None: ...
 
+    def settle(self, stream: int) -> None:
+        """The stream waits until what this rank has put, in kernels that have ended, is there."""
+
 
 class NativeIpcRail(NativeRail, Protocol):
     """A rail between processes of one machine."""

@@ -8,7 +8,7 @@ from typing import NoReturn
 from moe_ep._native.exchange import Answer
 from moe_ep.backends.base import DispatchRequest
 from moe_ep.backends.header import CALLS, ERRORS, OPERATIONS, disagreement
-from moe_ep.backends.node_header import GOES_ON_WORD, STATUS_WORD, Words, header_of, unpack
+from moe_ep.backends.node_header import GOES_ON_WORD, HEADER_WORDS, STATUS_WORD, Words, header_of, unpack
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.backends.plan import bad_id_sentence
 from moe_ep.errors import ConfigError, EPTimeoutError
@@ -25,6 +25,7 @@ _PHASES = (
 )
 _BETWEEN_NODES = 5  # from this phase on the peer is the rank of the own rail in a node, by the node's number
 _SLICE_SECS = 0.5  # of a wait, so that an interrupt is seen
+_NUM_VALUES = 8  # of a fault; behind those of a refusal there are headers
 _TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
 
 
@@ -136,8 +137,12 @@ class DeviceFaults:
             if name == "timeout":
                 self._raise_timeout(CALLS[values[5]] if 0 <= values[5] < len(CALLS) else "a call")
             elif name == "refused":
-                self._told = self._memory.generation, values[1]
-                sentences.append(str(self._error("a call", values[0], values[1], self._headers())))
+                verdict, epoch, num_more = values[:3]
+                self._told = self._memory.generation, epoch
+                sentences.append(str(self._error("a call", verdict, epoch, _by_rank(values[_NUM_VALUES:]))))
+                sentences += _also_refused(num_more)
+            elif name == "refusals":
+                sentences += _also_refused(values[0])
             elif name == "overflow":
                 sentences.append(
                     f"dispatch received {values[0]} rows on EP rank {self._memory.rank}, max_rows is {values[1]}; its "
@@ -183,11 +188,8 @@ class DeviceFaults:
                 "max_rows, or give Buffer a larger num_nvl_bytes."
             )
         rank = next((rank for rank, header in enumerate(headers) if 0 < header.status < len(ERRORS)), None)
-        if rank is None:  # another call that was refused has written over the record
-            return RuntimeError(
-                f"{operation} was refused, and calls behind it were too before this rank looked: see the logs of all "
-                "ranks."
-            )
+        if rank is None:  # of another version, say
+            return RuntimeError(f"{operation} was refused: see the logs of all ranks.")
         kind = ERRORS[headers[rank].status] or RuntimeError
         if own is not None and rank == self._memory.rank:
             return kind(f"EP rank {rank} refused {operation}: {own}")
@@ -198,10 +200,15 @@ class DeviceFaults:
         return f"reason/{self._memory.generation}/{epoch}"
 
     def _take_quietly(self) -> None:
-        """A refusal that was raised at once is not reported again; what earlier calls left is, by `take`."""
-        self._seen += [
-            fault for fault in self._exchange.take_faults() if fault[0] in ("overflow", "bad_idx", "low_latency")
-        ]
+        """The refusal of the call that was answered last is raised at once and not reported again; what other calls
+        left is, by `take`.
+        """
+        answered = self._exchange.answer()[1]
+        for name, values in self._exchange.take_faults():
+            if name == "refused" and values[1] == answered:
+                name, values = "refusals", values[2:3]
+            if name != "timeout":  # which the record keeps
+                self._seen.append((name, values))
 
     def _raise_timeout(self, operation: str) -> NoReturn:
         values = next((values for name, values in self._exchange.take_faults() if name == "timeout"), None)
@@ -248,6 +255,19 @@ def low_latency_sentence(values: Sequence[int]) -> str:
         f"{call}: EP rank {a} refused the call, see its log; nothing was received, and sums are NaN. Ranks that have "
         "begun further calls need Buffer.reset() on every rank."
     )
+
+
+def _by_rank(numbers: Sequence[int]) -> list[Words]:
+    """The headers behind the numbers of a refusal."""
+    return [tuple(numbers[first : first + HEADER_WORDS]) for first in range(0, len(numbers), HEADER_WORDS)]
+
+
+def _also_refused(num_calls: int) -> list[str]:
+    """Of how many calls nothing more than their number is known."""
+    if num_calls == 0:
+        return []
+    calls = "One more call was" if num_calls == 1 else f"{num_calls} more calls were"
+    return [f"{calls} refused before this rank looked: see the logs of all ranks."]
 
 
 def _some_go_on(headers: Sequence[Words]) -> bool:

@@ -61,6 +61,11 @@ class InternodeKernelsBackend(InternodeBackend):
         self._kernels, self.hop = kernels, str(hop)
 
     @property
+    def device(self) -> torch.device:
+        """That of the kernels, whichever is current."""
+        return self._legs.device
+
+    @property
     def stream(self) -> torch.cuda.Stream:  # type: ignore[override]
         """The stream on which calls end."""
         return self._calls.stream
@@ -109,6 +114,7 @@ class InternodeKernelsBackend(InternodeBackend):
             mask = came_SK.index_select(0, route.compact_order) != self.rank
             padded = resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
             known = handle.prepared[_NOT_HERE] = _NotHere(route, padded)
+        self._legs.hold_for_graph(known)
         return known.mask
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ class InternodeKernelsBackend(InternodeBackend):
             raise
 
     def reset(self) -> None:
-        self._calls.synchronize()
+        self._calls.settle()  # before the ranks meet: what comes later would come into the new generation
         super().reset()
         self._legs.reset()
         if self.rail is not None and self._group is not None:
@@ -163,7 +169,7 @@ class InternodeKernelsBackend(InternodeBackend):
         self._calls.close()
         self._legs.close()
         if self.rail is not None:
-            self.rail.close()
+            self.rail.close(self._calls.stream)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

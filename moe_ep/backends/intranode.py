@@ -47,6 +47,11 @@ class IntranodeBackend(NodeCalls):
 
     @functools.cached_property
     def low_latency(self) -> NodeLowLatency:
+        if torch.cuda.is_current_stream_capturing():  # its mask would be filled by a replay
+            raise RuntimeError(
+                "the first low-latency call of a buffer makes its mask and memory, which cannot happen inside a CUDA "
+                "graph; run the call once before the capture."
+            )
         return NodeLowLatency(self._memory, self._kernels, self._faults, self._device, self._stream)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
@@ -356,6 +361,7 @@ class IntranodeBackend(NodeCalls):
     def reset(self) -> None:
         if self._uses_low_latency:  # whose kernels run on the caller's streams
             torch.cuda.synchronize(self._device)
+            self.low_latency.clear()
         super().reset()
         if self._uses_low_latency:
             self.low_latency.reset()

@@ -58,6 +58,11 @@ class NodeCalls:
         self._closed = False
 
     @property
+    def device(self) -> torch.device:
+        """That of the kernels, whichever is current."""
+        return self._device
+
+    @property
     def stream(self) -> torch.cuda.Stream:
         """The stream of the kernels."""
         return self._stream
@@ -66,6 +71,8 @@ class NodeCalls:
         if self._closed:
             return
         self._closed = True
+        if self._is_in_graph:  # a replay that still runs, on whatever stream, comes before what is drained
+            self._synchronize()
         # Peers may still read what this rank published last.
         self._exchange.drain(pack(Header()))
         self._synchronize()

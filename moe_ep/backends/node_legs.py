@@ -32,10 +32,6 @@ class NodeLegs(NodeCalls):
     def record_address(self) -> int:
         return self._exchange.record_address
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def take_faults(self) -> list[str]:
         return self._faults.take()
 
@@ -46,6 +42,12 @@ class NodeLegs(NodeCalls):
 
     def must_not_capture(self, operation: str) -> None:
         self._must_not_capture(operation)
+
+    def hold_for_graph(self, what: object) -> None:
+        """Where a CUDA graph captures the current stream: it reads `what` and memory of ours, whichever kernels run."""
+        if torch.cuda.is_current_stream_capturing():
+            self._is_in_graph = True
+            self._kept_for_graphs.append((what,))
 
     def synchronize(self) -> None:
         self._synchronize()

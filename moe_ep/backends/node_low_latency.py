@@ -63,6 +63,7 @@ class Pending:
     stats: Tensor | None
     ticket: Tensor | None
     tensors: tuple[Tensor | None, ...] = field(repr=False)
+    is_captured: bool
 
     def keep_for(self, stream: torch.cuda.Stream) -> None:
         """Memory of these tensors that the caller lets go of is not handed out again before `stream` is past them."""
@@ -83,6 +84,7 @@ class NodeLowLatency:
 
     Attributes:
         rank, world: this rank's place in the EP group, W.
+        device: of the tensors.
         mask: [W] int32 on the device, how each rank stands.
         enable_shrink: whether a rank that does not come is left out from then on.
         is_waited_for: whether the result of an earlier call is in flight, until its hook runs.
@@ -101,13 +103,14 @@ class NodeLowLatency:
         self.rank, self.world = memory.rank, len(memory.ranks)
         self._kernels = kernels
         self._faults = faults
-        self._device = device
+        self.device = device
         self.own_stream = own_stream
         self._memory = NodeLowLatencyMemory(memory, kernels)
         self.mask = torch.zeros(len(memory.ranks), dtype=torch.int32, device=device)
         self.enable_shrink = self.is_waited_for = False
         self._last_stream: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
+        self._receiving: set[torch.cuda.Stream] = set()  # other streams than those of the calls, since the mask changed
         self._is_in_graph = False
         self.num_calls = 0
         self._native_of = functools.cache(self._native)
@@ -134,6 +137,11 @@ class NodeLowLatency:
                 self.world * shape.placement.most_local,
                 self._kernels.low_latency_max_counts,
             ),
+            (
+                "M times the number of ranks times the most experts of a rank",
+                shape.num_max * self.world * shape.placement.most_local,
+                2**31 - 1,
+            ),
         )
         for name, value, limit in limits:
             if value > limit:
@@ -144,9 +152,9 @@ class NodeLowLatency:
 
     def check_device(self, *tensors: Tensor) -> None:
         for tensor in tensors:
-            if tensor.device != self._device:
+            if tensor.device != self.device:
                 raise ValueError(
-                    f"a tensor is on {tensor.device}, but this buffer's kernels run on {self._device}; move it there, "
+                    f"a tensor is on {tensor.device}, but this buffer's kernels run on {self.device}; move it there, "
                     "or use backend='torch'."
                 )
 
@@ -183,7 +191,7 @@ class NodeLowLatency:
         native = self._make_room("low_latency_dispatch", shape)
         x, topk_idx = _readable(x), topk_idx.contiguous()
         out = self._outputs(shape, x.shape[0])
-        owner, local_idx = shape.placement.kernel_tables(self._device)
+        owner, local_idx = shape.placement.kernel_tables(self.device)
         given: NativeDispatch = self._kernels.LowLatencyDispatch(
             shape=native.dispatch,
             format=shape.row_format,
@@ -213,6 +221,7 @@ class NodeLowLatency:
             stats=stats,
             ticket=self._ticket(with_hook),
             tensors=(*tensors, out.routing.row_places, out.routing.slot_rank),
+            is_captured=torch.cuda.is_current_stream_capturing(),
         )
         self._begin(pending, with_hook, asynchronous)
         return out, pending
@@ -250,16 +259,28 @@ class NodeLowLatency:
             stats=stats,
             ticket=self._ticket(with_hook),
             tensors=(rows, weights, out, routing.row_places, routing.slot_rank),
+            is_captured=torch.cuda.is_current_stream_capturing(),
         )
         self._begin(pending, with_hook, asynchronous)
         return pending
 
     def receive(self, pending: Pending) -> None:
-        """The second half of a call, on the current stream."""
-        stream = torch.cuda.current_stream(self._device)
+        """The second half of a call, on the current stream.
+
+        Raises:
+            RuntimeError: a CUDA graph captures one half and not the other: they would not take turns.
+        """
+        if pending.is_captured != torch.cuda.is_current_stream_capturing():
+            here, there = ("outside", "in one") if pending.is_captured else ("inside", "outside")
+            raise RuntimeError(
+                f"this hook was called {here} a capture of a CUDA graph, and its call was made {there}: a replay would "
+                "run one of them alone. Make the call and call its hook both inside captures, or both outside."
+            )
+        stream = torch.cuda.current_stream(self.device)
         if stream != pending.stream:
             stream.wait_stream(pending.stream)
             pending.keep_for(stream)
+            self._receiving.add(stream)
         pending.launch(self._how(stream, pending, sends=False, receives=True))
 
     def refuse(self, operation: str) -> None:
@@ -267,38 +288,54 @@ class NodeLowLatency:
         if self._faults.is_dead or torch.cuda.is_current_stream_capturing():
             return
         if not self._memory.is_ready((0, 0)):
-            self._memory.meet((0, 0), self._is_in_graph, self.is_waited_for, refused=operation)
+            self._meet((0, 0), refused=operation)
             return
         stream = self._stream_of(False)
         self.num_calls += 1
         self._memory.native.refuse(self._how(stream, None, sends=True, receives=True), CALLS.index(operation))
 
     def set_masked(self, rank: int, is_masked: bool) -> None:
-        """Leaves a rank out, or takes it in again unless it is lost; behind what the current stream has been given."""
+        """Leaves a rank out, or takes it in again unless it is lost: between the calls so far and those that follow."""
         one = self.mask[rank : rank + 1]
+        self._come_between_calls()
         one.masked_fill_(one != LOST, MASKED if is_masked else OPEN)
 
     def unmask_all(self) -> None:
+        self._come_between_calls()
         self.mask.masked_fill_(self.mask == MASKED, OPEN)
+
+    def _come_between_calls(self) -> None:
+        """The blocks of a call look at the mask one by one, and must all see the same, on whatever stream it runs."""
+        stream = self._stream_of(False)
+        if not torch.cuda.is_current_stream_capturing():
+            for receiving in self._receiving:
+                stream.wait_stream(receiving)
+            self._receiving.clear()
+
+    def clear(self) -> None:
+        """Before the ranks meet for a reset. Nothing of this rank runs."""
+        self._memory.clear()
 
     def reset(self) -> None:
         """A new generation, behind that of the backend's memory. Nothing of this rank runs."""
         self._memory.reset()
         self.mask.masked_fill_(self.mask == LOST, OPEN)
+        torch.cuda.current_stream(self.device).synchronize()  # the next call may come on another stream, or in a graph
         self._last_stream = None
 
     def close(self) -> None:
         """Waits until no peer writes into this rank's memory any more, and lets go of theirs."""
         if self._memory.is_ready((0, 0)):
+            torch.cuda.synchronize(self.device)  # the last call, on whatever stream: what it sent is waited for
             if not self._faults.is_dead:
                 self._memory.native.drain(self._how(self.own_stream, None, sends=True, receives=False))
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self._memory.native.close()
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _outputs(self, shape: CallShape, num_tokens: int) -> Outputs:
-        world, device, num_max = self.world, self._device, shape.num_max
+        world, device, num_max = self.world, self.device, shape.num_max
         num_local, num_places = len(shape.placement.experts_of(self._node.rank)), world * num_max
         is_fp8 = shape.row_format != AS_GIVEN
 
@@ -336,12 +373,16 @@ class NodeLowLatency:
                     f"{operation} makes room for its rows first, which cannot happen inside a CUDA graph; run the call "
                     "once before the capture."
                 )
-            torch.cuda.synchronize(self._device)
-            self._memory.meet(native.needs, self._is_in_graph, self.is_waited_for)
+            torch.cuda.synchronize(self.device)
+            self._meet(native.needs)
         return native
 
+    def _meet(self, needs: tuple[int, int], refused: str = "") -> None:
+        with torch.cuda.device(self.device):  # which the ranks of a GPU are counted by
+            self._memory.meet(needs, self._is_in_graph, self.is_waited_for, refused)
+
     def _ticket(self, with_hook: bool) -> Tensor | None:
-        return torch.empty(1, dtype=torch.int64, device=self._device) if with_hook else None
+        return torch.empty(1, dtype=torch.int64, device=self.device) if with_hook else None
 
     def _begin(self, pending: Pending, with_hook: bool, asynchronous: bool) -> None:
         pending.launch(self._how(pending.stream, pending, sends=True, receives=not with_hook))
@@ -351,7 +392,7 @@ class NodeLowLatency:
 
     def _stream_of(self, asynchronous: bool) -> torch.cuda.Stream:
         """Where the next call runs: behind what the caller's stream has been given, and behind the call before it."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         stream = self.own_stream if asynchronous else current
         if asynchronous:
             stream.wait_stream(current)

@@ -80,6 +80,11 @@ class NodeLowLatencyMemory:
             self._rebuild(name, largest[0], largest[1])
         self._is_agreed = True
 
+    def clear(self) -> None:
+        """Before the ranks meet for a reset: no word of a generation long ago may pass for one of a new one."""
+        if self._is_intact:
+            self.native.clear()
+
     def reset(self) -> None:
         """Begins a generation behind that of the backend. Mappings stay where they are intact: graphs hold them."""
         self._num_meetings = 0

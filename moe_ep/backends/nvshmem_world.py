@@ -69,6 +69,7 @@ class NvshmemWorld:
     def __init__(self) -> None:
         self.generation = 0
         self._ranks: tuple[int, ...] = ()
+        self._device_idx = 0
         self._kernels: NvshmemKernels | None = None
         self._made: list[_Made] = []  # all ranks make rails together, so a number stands for the same memory on all
 
@@ -81,17 +82,23 @@ class NvshmemWorld:
         """Initialises NVSHMEM over the ranks of `gathering`, if that has not happened yet. Collective over them.
 
         Raises:
-            ConfigError: it was initialised over other ranks.
+            ConfigError: it was initialised over other ranks, or on another device than the current one.
         """
+        device_idx = torch.cuda.current_device()
         if self._kernels is not None:
             if gathering.ranks != self._ranks:
                 raise ConfigError(
                     f"NVSHMEM runs in this process over ranks {list(self._ranks)} already, and a process can begin it "
                     f"once; the EP group has ranks {list(gathering.ranks)}. Use one EP group a process, or hop='torch'."
                 )
+            if device_idx != self._device_idx:
+                raise ConfigError(
+                    f"NVSHMEM runs in this process on device {self._device_idx} already, but device {device_idx} is "
+                    "current: call torch.cuda.set_device before the buffer is made, alike every time."
+                )
             return
         core: Any = importlib.import_module("nvshmem.core")
-        device: Any = importlib.import_module("cuda.core").Device(torch.cuda.current_device())
+        device: Any = importlib.import_module("cuda.core").Device(device_idx)
         device.set_current()
         note = pickle.dumps(core.get_unique_id()).hex() if gathering.rank == 0 else ""
         unique_id = pickle.loads(bytes.fromhex(gathering.all("unique-id", note, timeout_secs)[0]))
@@ -105,7 +112,7 @@ class NvshmemWorld:
         kernels = load_nvshmem()
         assert kernels is not None
         kernels.register_kernels()
-        self._kernels, self._ranks = kernels, gathering.ranks
+        self._kernels, self._ranks, self._device_idx = kernels, gathering.ranks, device_idx
 
     def rail(
         self, gathering: Gathering, timeout_secs: float, node: int, pes: list[int], flow_bytes: int, watched: Watched

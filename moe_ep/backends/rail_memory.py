@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -13,11 +15,12 @@ from moe_ep.backends.meeting import meet
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_memory import Gathering
 from moe_ep.backends.nvshmem_world import Watched, nvshmem_world
-from moe_ep.errors import ConfigError
+from moe_ep.errors import ConfigError, EPTimeoutError
 from moe_ep.topology import Topology
 
 Hop = Literal["ipc", "nvshmem"]
 _STEP_BYTES = 256
+_POLL_SECS = 0.0005
 
 
 class RailMemory:
@@ -76,7 +79,8 @@ class RailMemory:
         return self.native.flow_bytes
 
     def begin(self, name: str) -> None:
-        """A new generation, the same on all ranks. `name` is used once. No call of this rank is under way.
+        """A new generation, the same on all ranks. `name` is used once. No call of this rank is under way, and what it
+        has put is settled.
 
         Raises:
             EPTimeoutError: a rank did not come.
@@ -94,10 +98,36 @@ class RailMemory:
         )
         self.native.wait_free(behind_all, stream)
 
-    def close(self) -> None:
-        """Gives memory back that others will use; all else ends with this object."""
-        if self._hop == "nvshmem":
+    def settle(self, stream: torch.cuda.Stream) -> None:
+        """Waits on the host until what this rank has put is there, after its kernels have ended: it may come later than
+        they end, and must not come into a new generation.
+
+        Raises:
+            EPTimeoutError: it did not come there within the limit.
+        """
+        if not self._settles(stream):
+            raise EPTimeoutError(
+                f"what this rank has sent to other nodes did not come there within {self._timeout_secs:g} s: a node of "
+                "its rail is gone, or the network between them. Look at the logs of all ranks, and start the job again."
+            )
+
+    def close(self, stream: torch.cuda.Stream) -> None:
+        """Gives memory back that others will use, unless something of this rank is still on its way into theirs. All
+        else ends with this object.
+        """
+        if self._hop == "nvshmem" and self._settles(stream):
             nvshmem_world().give_back(self.native)
+
+    def _settles(self, stream: torch.cuda.Stream) -> bool:
+        self.native.settle(stream.cuda_stream)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        deadline = time.monotonic() + self._timeout_secs
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECS)
+        return True
 
     def _open_ipc(self, node: NodeLegs, kernels: RailKernels, rank: int) -> None:
         self.rounds = kernels.RailRound

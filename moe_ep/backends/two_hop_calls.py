@@ -51,6 +51,7 @@ class TwoHopCalls:
 
     def close(self) -> None:
         """Until what this rank sent last is taken: then nobody reads its memory."""
+        self.synchronize()  # a call that failed half-way has sends that nothing waits for
         if self._rail is not None:
             with torch.cuda.stream(self.stream):
                 self._rail.drain(self.stream.cuda_stream)
@@ -59,6 +60,17 @@ class TwoHopCalls:
     def synchronize(self) -> None:
         self._sending.synchronize()
         self._node.synchronize()
+
+    def settle(self) -> None:
+        """Until nothing of this rank runs, and nothing that it has put is on its way.
+
+        Raises:
+            EPTimeoutError: it is still on its way after the limit.
+        """
+        self.synchronize()
+        if self._rail is not None:
+            with torch.cuda.stream(self.stream):
+                self._rail.settle(self.stream)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +96,7 @@ class TwoHopCalls:
         if routes.calls and (weights is not None or self._rail is None or not self._rail.block_number):
             most_bytes = max(most_bytes, *(self._node.needs(call, row_bytes) for call in routes.calls))
         self._node.make_room(routes.own, row_bytes, most_bytes)
-        num_sms = self._begin(bool(routes.calls))
+        num_sms = self._begin(routes)
         extra = (weights, made_rows, grad_weights)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.outward, operation, row_bytes)
@@ -150,7 +162,7 @@ class TwoHopCalls:
         if not straight:
             most_bytes = max(self._node.needs(call, row_bytes) for call in (routes.own, *routes.calls))
             self._node.make_room(routes.own, row_bytes, most_bytes)
-        num_sms = self._begin(bool(routes.calls))
+        num_sms = self._begin(routes)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)
             leaving = [(rows.data_ptr(), row_bytes, row_bytes)]
@@ -226,10 +238,12 @@ class TwoHopCalls:
         """The calls inside the node have more to do: they take up what came, and the own rows as well."""
         return max(1, self.num_sms // 3)
 
-    def _begin(self, crosses: bool) -> int:
+    def _begin(self, routes: RailRoutes) -> int:
         """Orders the streams behind the caller's; SMs of the calls inside the node."""
         self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
-        if not crosses:
+        with torch.cuda.stream(self.stream):
+            self._node.hold_for_graph(routes)
+        if not routes.calls:
             return self.num_sms
         self._sending.wait_stream(self.stream)  # the first round is counted from where the last call ended
         return max(1, self.num_sms - self._rail_sms)

@@ -113,21 +113,23 @@ def transpose_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges, power_of_
     return _matrices(columns, "rows")
 
 
-def cast_weights(weight_LOI: Tensor, power_of_two: bool) -> tuple[Fp8Matrices, Fp8Matrices]:
+def cast_weights(weight_LOI: Tensor, power_of_two: bool, *, columns: bool) -> Fp8Cast:
     """Weights with one scale a 128x128 block: [O, I] of each expert, and [I, O].
 
     Args:
         weight_LOI: [L, O, I] bfloat16, float16 or float32.
+        power_of_two: scales are powers of two.
+        columns: make [I, O] too, which only a backward multiplies.
     """
     num_experts, outputs, inputs = weight_LOI.shape
     ranges = RowRanges((outputs,) * num_experts, weight_LOI.device)
     flat = weight_LOI.reshape(-1, inputs)
     if kernel_serves(flat, ranges):
-        return _launch_weights(flat, inputs, outputs, num_experts, ranges, power_of_two)
+        return _launch_weights(flat, inputs, outputs, num_experts, ranges, power_of_two, columns)
     tiles = [_cast_tiles(weight_OI, power_of_two) for weight_OI in weight_LOI]
-    return (
-        _matrices([(codes, _tile_scales(scales)) for codes, scales in tiles], "tiles"),
-        _matrices([(_transpose_bytes(codes), _tile_scales(scales.t())) for codes, scales in tiles], "tiles"),
+    turned = [(_transpose_bytes(codes), _tile_scales(scales.t())) for codes, scales in tiles if columns]
+    return Fp8Cast(
+        _matrices([(codes, _tile_scales(scales)) for codes, scales in tiles], "tiles"), _matrices(turned, "tiles")
     )
 
 
@@ -223,17 +225,17 @@ def _launch(
 
 
 def _launch_weights(
-    flat: Tensor, inputs: int, outputs: int, num_experts: int, ranges: RowRanges, power_of_two: bool
-) -> tuple[Fp8Matrices, Fp8Matrices]:
+    flat: Tensor, inputs: int, outputs: int, num_experts: int, ranges: RowRanges, power_of_two: bool, columns: bool
+) -> Fp8Cast:
     high, wide = num_blocks(outputs), num_blocks(inputs)
     rows = torch.empty(num_experts, outputs, inputs, dtype=torch.float8_e4m3fn, device=flat.device)
-    columns = torch.empty(num_experts, inputs, outputs, dtype=torch.float8_e4m3fn, device=flat.device)
     row_tiles = torch.ones(num_experts, high, round_up(wide, 4), device=flat.device)
-    column_tiles = torch.ones(num_experts, wide, round_up(high, 4), device=flat.device)
-    _call("rows", flat.contiguous(), None, inputs, ranges, (rows, row_tiles, columns, column_tiles), True, power_of_two)
-    return (
+    turned = rows.new_empty(num_experts if columns else 0, inputs, outputs)
+    turned_tiles = torch.ones(num_experts if columns else 0, wide, round_up(high, 4), device=flat.device)
+    _call("rows", flat.contiguous(), None, inputs, ranges, (rows, row_tiles, turned, turned_tiles), True, power_of_two)
+    return Fp8Cast(
         Fp8Matrices(rows.view(torch.uint8).unbind(), row_tiles.unbind(), rows.dtype, "tiles"),
-        Fp8Matrices(columns.view(torch.uint8).unbind(), column_tiles.unbind(), columns.dtype, "tiles"),
+        Fp8Matrices(turned.view(torch.uint8).unbind(), turned_tiles.unbind(), turned.dtype, "tiles"),
     )
 
 

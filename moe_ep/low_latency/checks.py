@@ -159,9 +159,15 @@ def slot_weights(topk_weights: Tensor, topk_idx: Tensor) -> Tensor:
     return weights
 
 
-def check_stats(stats: Tensor | None, name: str, size: int, dtype: str) -> None:
+def check_stats(stats: Tensor | None, name: str, size: int, dtype: str, device: torch.device | None = None) -> None:
+    """[size] numbers that are added to or written; contiguous and on `device`, where a kernel does that."""
     if stats is None:
         return
     check_tensor(stats, name)
     if stats.dtype != getattr(torch, dtype) or stats.shape != (size,):
         raise ValueError(f"{name} is {stats.dtype} {list(stats.shape)}; it must be {dtype} [{size}].")
+    if device is not None and (stats.device != device or not stats.is_contiguous()):
+        raise ValueError(
+            f"{name} is on {stats.device} with a stride of {stats.stride(0)}; a kernel adds to it, so it must be "
+            f"contiguous on {device}."
+        )

@@ -107,7 +107,9 @@ class LowLatency(ABC):
         says so. Places without a row keep what memory held, results are unwritten until the hook runs, and a call that
         needs the place of the result two calls before it is refused while that one's hook has not run. If ranks
         disagree, or one refuses, all counts are 0, and `check()` says why. The first call of a size makes room and
-        meets the other ranks; it cannot be captured.
+        meets the other ranks; it cannot be captured. A call may fill its GPU, and waits for the other ranks: calls of
+        two buffers on one GPU follow each other, on one stream, say. A rank that the others have left out leaves them
+        out in turn when its own limit has passed; `low_latency_query_mask_buffer` shows it.
 
         Args:
             x: [T, H] bfloat16, any strides, T <= M. Without FP8 also float16 and float32.
@@ -124,7 +126,8 @@ class LowLatency(ABC):
                 512. Without effect if not use_fp8.
             async_finish: return an event instead of ordering the current stream; not together with return_recv_hook.
             return_recv_hook: the results are zero, and scales 1, until the returned hook is called. At most two results
-                may wait so.
+                may wait so. `reset()` and `close()` lose them. A call in a CUDA graph has its hook in one, and none
+                waits while a graph is replayed: the host sees no replay, which would wait for the place of the result.
 
         Returns:
             recv: rows [L, N, H], an expert's packed from place 0 on in ascending (source rank, source token, slot), the
@@ -447,6 +450,11 @@ class LowLatency(ABC):
             check_handle(handle.routing, *origin)
         if any(hook.handle is handle for hook in self._low_latency.in_flight()):
             raise RuntimeError("the hook of the dispatch that made this handle has not run; call it first.")
+        if handle in self._low_latency.lost:
+            raise RuntimeError(
+                "the rows of the dispatch that made this handle were in flight when Buffer.reset() was called, and are "
+                "lost; dispatch again."
+            )
 
     def _combine_source(self, x: Tensor, zero_copy: bool) -> Tensor:
         """The tensor from which combine reads."""

@@ -111,7 +111,7 @@ def dispatch_on_node(
             ("cumulative_local_expert_recv_stats", stats[0], num_local, "int32"),
             ("dispatch_wait_recv_cost_stats", stats[1], node.world, "int64"),
         ):
-            check_stats(tensor, name, size, dtype)
+            check_stats(tensor, name, size, dtype, node.device)
         shape = CallShape(x.shape[1], topk_idx.shape[1], num_max, row_format, x.dtype, request.placement)
         node.check(shape)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -157,7 +157,7 @@ def combine_on_node(
         check_combine(handle, x, topk_idx, out, use_logfmt)
         source = source_of(x.detach(), zero_copy)
         weights = slot_weights(topk_weights, topk_idx)
-        check_stats(stats, "combine_wait_recv_cost_stats", node.world, "int64")
+        check_stats(stats, "combine_wait_recv_cost_stats", node.world, "int64", node.device)
         node.check_device(source, weights)
     except (TypeError, ValueError, RuntimeError) as error:
         how.refuse(call, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -26,21 +27,31 @@ class ReceiveHook:
         self.handle = handle
         self.number = number
         self._write: Callable[[], None] | None = write
+        self._lost_by = ""
 
     @property
     def has_run(self) -> bool:
         return self._write is None
 
+    def lose(self, by: str) -> None:
+        """The results do not come any more, since `by` was called."""
+        self._lost_by = by
+
     def __call__(self) -> None:
         """Writes the results.
 
         Raises:
-            RuntimeError: it has run before.
+            RuntimeError: it has run before, or its results are lost.
         """
         if self._write is None:
             raise RuntimeError(f"this hook of {self.call} has already run; call each hook once.")
-        write, self._write = self._write, None
-        write()
+        if self._lost_by:
+            raise RuntimeError(
+                f"the results of this {self.call} were in flight when {self._lost_by} was called, and are lost; call "
+                "hooks first, or make the call anew."
+            )
+        self._write()
+        self._write = None
 
 
 @dataclass
@@ -53,6 +64,7 @@ class LowLatencyState:
         hooks: of calls whose results may be in flight.
         combine_buffer: handed out by `get_next_low_latency_combine_buffer`, until a combine reads it.
         num_calls: low-latency calls begun since the last reset, counted where ranks may be left out.
+        lost: handles of dispatches whose results will not come.
     """
 
     enable_shrink: bool
@@ -60,6 +72,15 @@ class LowLatencyState:
     hooks: list[ReceiveHook] = field(default_factory=list)
     combine_buffer: Tensor | None = None
     num_calls: int = 0
+    lost: WeakSet[LowLatencyHandle] = field(default_factory=WeakSet)
+
+    def lose(self, by: str) -> None:
+        """Whatever is in flight is lost, since `by` was called."""
+        for hook in self.in_flight():
+            hook.lose(by)
+            if hook.handle is not None:
+                self.lost.add(hook.handle)
+        self.hooks.clear()
 
     def in_flight(self) -> list[ReceiveHook]:
         self.hooks = [hook for hook in self.hooks if not hook.has_run]

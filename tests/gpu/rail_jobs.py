@@ -90,6 +90,43 @@ def rows_of_rank(call: int, rank: int, num_tokens: int) -> tuple[torch.Tensor, t
 def rounds_arrive(group: dist.ProcessGroup, transport: str, num_rounds: int, most_rows: int) -> int:
     """Several calls of several rounds; every row that comes in is compared. The number of rows."""
     rail = RailOfTest(group, transport, most_rows, timeout_secs=30)
+    num_rows = check_calls(rail, num_rounds, most_rows)
+    rail.close(group)
+    return num_rows
+
+
+def generations_do_not_mix(group: dist.ProcessGroup, transport: str, most_rows: int) -> int:
+    """Several times: full rounds that nobody takes up, then a new generation, whose rows must all be right."""
+    rail = RailOfTest(group, transport, most_rows, timeout_secs=30)
+    first_out = torch.arange(2 * rail.num_nodes + 1, dtype=torch.int32, device="cuda") * most_rows
+    num_in = torch.full((rail.num_nodes, 2), most_rows, dtype=torch.int32, device="cuda")
+    token = torch.zeros(2 * rail.num_nodes * most_rows, dtype=torch.int32, device="cuda")
+    junk = torch.full((1, ROW_BYTES), 0xAB, dtype=torch.uint8, device="cuda")
+    stream, num_rows = torch.cuda.current_stream(), 0
+    for generation in range(8, 12):
+        for k in range(2):
+            this = rail.rounds(
+                number=k,
+                num_rounds=2,
+                operation=0,
+                row_bytes=ROW_BYTES,
+                flow_bytes=rail.flow_bytes,
+                first_out=first_out.data_ptr(),
+                num_in=num_in.data_ptr(),
+            )
+            rail.rail.send(this, [(junk.data_ptr(), ROW_BYTES, ROW_BYTES)], token.data_ptr(), 4, stream.cuda_stream)
+        stream.synchronize()
+        rail.rail.settle(stream.cuda_stream)
+        stream.synchronize()
+        dist.barrier(group)
+        rail.rail.begin_generation(generation)
+        num_rows += check_calls(rail, 2, most_rows)
+        dist.barrier(group)
+    rail.close(group)
+    return num_rows
+
+
+def check_calls(rail: RailOfTest, num_rounds: int, most_rows: int) -> int:
     sending, taking = torch.cuda.Stream(), torch.cuda.Stream()
     num_rows = 0
     for call in range(NUM_CALLS):
@@ -135,7 +172,6 @@ def rounds_arrive(group: dist.ProcessGroup, transport: str, num_rounds: int, mos
                 if node != rail.node:
                     assert torch.equal(came[k][node].cpu(), side_by_side[tokens[node][rail.node][k]]), (call, node, k)
                     num_rows += coming[node][k]
-    rail.close(group)
     return num_rows
 
 

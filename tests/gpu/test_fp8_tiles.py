@@ -82,9 +82,12 @@ def test_weights_have_the_bits_of_the_formula(
 ) -> None:
     weight = torch.randn(3, outputs, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[1] = 0
-    ours, theirs = cast_weights(weight.cuda(), power_of_two), cast_weights(weight, power_of_two)
-    assert_same(ours[0], theirs[0], "weights")
-    assert_same(ours[1], theirs[1], "transposed weights")
+    ours, theirs = (cast_weights(given, power_of_two, columns=True) for given in (weight.cuda(), weight))
+    assert_same(ours.rows, theirs.rows, "weights")
+    assert_same(ours.columns, theirs.columns, "transposed weights")
+    alone = cast_weights(weight.cuda(), power_of_two, columns=False)
+    assert_same(alone.rows, theirs.rows, "weights without their transpose")
+    assert not alone.columns
 
 
 @KERNEL_DTYPES

@@ -175,6 +175,39 @@ def test_operations_out_of_order_are_told_to_every_rank(ranks: Pools, there: str
     assert all(raised == (None, "") and said[0] is RuntimeError for raised, said in others)
 
 
+def _refused_twice(group: dist.ProcessGroup) -> tuple[list[str], str]:
+    """Rank 1 refuses two combines in a row; the others have started both, and look only then."""
+    with open_buffer(group, BACKEND) as buffer:
+        out = moe_ep.dispatch(buffer, **placed(good_dispatch(), BACKEND))
+        bad = (out.x[1:], out.x.long())
+        said: list[str] = []
+        if buffer.rank != 1:
+            y = [moe_ep.combine(buffer, out.x, out.handle) for _ in bad]
+        dist.barrier(group)
+        if buffer.rank == 1:
+            said = [caught(lambda rows=rows: moe_ep.combine(buffer, rows, out.handle))[1] for rows in bad]
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        if buffer.rank != 1:
+            assert all(bool(sums.isnan().all()) for sums in y)
+        later = caught(buffer.check)[1]
+        assert_works(buffer, group, Setup(BACKEND, "expert_major", buffer.group_size))
+        return said, later
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_of_two_refusals_before_a_look_the_first_is_told_and_the_other_counted(ranks: Pools, world: int) -> None:
+    results = ranks.run(_refused_twice, world)
+    said = results[1][0]
+    assert results[1][1] == ""
+    for rank in range(world):
+        if rank != 1:
+            assert results[rank][1].startswith(said[0])
+            assert results[rank][1].endswith(
+                "One more call was refused before this rank looked: see the logs of all ranks."
+            )
+
+
 def _on_the_cpu(group: dist.ProcessGroup) -> Seen:
     with open_buffer(group, BACKEND) as buffer:
         arguments = good_dispatch() if buffer.rank == 1 else placed(good_dispatch(), BACKEND)

@@ -74,6 +74,27 @@ def test_a_call_that_would_wait_for_a_hook_is_refused(ranks: Pools, world: int) 
         assert "two calls before it is in flight" in early
 
 
+def _reset_between(group: dist.ProcessGroup) -> None:
+    """Resets between the halves of calls; every generation begins with the same numbers of calls."""
+    scene = scene_of(group)
+    with open_buffer(group) as buffer:
+        for _ in range(4):
+            scene.round_trip(buffer, HOOK)
+            taken, lost = (scene.dispatch(buffer, HOOK) for _ in range(2))
+            taken[-1]()
+            torch.cuda.synchronize()
+            buffer.reset()
+            assert "and are lost" in caught(lost[-1])[1]
+            assert "and are lost" in caught(lambda lost=lost: scene.combine(buffer, lost[2], scene.made(1)))[1]
+            buffer.check()
+        scene.round_trip(buffer)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_reset_between_the_halves_of_a_call_loses_it_and_nothing_else(ranks: Pools, world: int) -> None:
+    ranks.run(_reset_between, world)
+
+
 def _fill(scene: Scene, static: tuple[Tensor, ...], seed: int, group: dist.ProcessGroup) -> Scene:
     """Other values and ids of the same shapes, now in the static tensors too."""
     fresh = scene_of(group, "holes", "equal", hidden=512, num_topk=4, seed=seed)

@@ -81,6 +81,34 @@ def test_masked_ranks_are_left_out_exactly_and_come_back(
     ranks.run(_masked, world, masked, by)
 
 
+def _masked_behind_a_call(group: dist.ProcessGroup) -> None:
+    """Rank 0 masks rank 1 while an asynchronous call has not begun, and while a hook runs on another stream."""
+    scene, side = scene_of(group), torch.cuda.Stream()
+    with open_buffer(group, enable_shrink=True) as buffer:
+        for hook in (False, True):
+            scene.kept = []
+            scene.round_trip(buffer)
+            torch.cuda._sleep(200_000_000)
+            result = scene.dispatch(buffer, Options(hook=hook), async_finish=not hook)
+            if hook:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    result[-1]()
+            if buffer.rank == 0:
+                buffer.low_latency_update_mask_buffer(1, True)
+            torch.cuda.synchronize()
+            scene.check_dispatch(result, PLAIN)
+            scene.kept = _kept(scene, [1], [0])
+            scene.round_trip(buffer)
+            buffer.low_latency_clean_mask_buffer()
+        buffer.check()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_mask_does_not_change_in_a_call_that_has_been_made(ranks: Pools, world: int) -> None:
+    ranks.run(_masked_behind_a_call, world)
+
+
 def _taken_in_again(group: dist.ProcessGroup) -> None:
     """Rank 0 masks rank 1 in a dispatch and no longer in its combine: rows that were not taken are not waited for."""
     scene = scene_of(group)
@@ -139,6 +167,34 @@ def test_more_rows_than_m_and_bad_ids_are_told_at_the_next_look(ranks: Pools, wo
     (many, bad), *others = ranks.run(_too_many, world)
     assert "names an expert" in many
     assert "num_max_dispatch_tokens_per_rank is" in many
+    assert "topk_idx[1, 2] is" in bad
+    assert others == [("", "")] * (world - 1)
+
+
+def _faults_in_a_row(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Rank 0 names expert 0, then expert 1, too often, then two ids that are none, before the host looks."""
+    scene = scene_of(group, "random", "equal", num_topk=3)
+    with open_buffer(group) as buffer:
+        scene.round_trip(buffer)
+        x, idx, _ = scene.own
+        said = []
+        for wrong in (((..., 0), (..., 1)), (((1, 2), scene.num_experts), ((0, 1), scene.num_experts + 1))):
+            torch.cuda._sleep(500_000_000)  # the calls are made before the first of them begins
+            for place, value in wrong:
+                ids = idx.clone() if place is ... else torch.full_like(idx, -1)
+                if buffer.rank == 0:
+                    ids[place] = value
+                buffer.low_latency_dispatch(x, ids, len(x), scene.num_experts, use_fp8=False)
+            torch.cuda.synchronize()
+            said.append(caught(buffer.check)[1])
+        scene.round_trip(buffer)
+        return said[0], said[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_of_two_faults_before_a_look_the_first_is_told(ranks: Pools, world: int) -> None:
+    (many, bad), *others = ranks.run(_faults_in_a_row, world)
+    assert "names an expert (number 0 in the order of ranks)" in many
     assert "topk_idx[1, 2] is" in bad
     assert others == [("", "")] * (world - 1)
 

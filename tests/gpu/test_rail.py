@@ -8,7 +8,7 @@ import pytest
 
 from moe_ep.backends.device_faults import _PHASES
 from tests.gpu.nvshmem_ranks import nvshmem_pool
-from tests.gpu.rail_jobs import rounds_arrive, silence_is_reported, start_nvshmem
+from tests.gpu.rail_jobs import generations_do_not_mix, rounds_arrive, silence_is_reported, start_nvshmem
 from tests.helpers.ranks import Pool, Pools
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +20,13 @@ SHAPES = [(2, 4), (2, 300), (4, 64), (6, 33)]  # (rounds a call, rows of a round
 def test_rows_arrive_in_their_rounds_over_ipc(ranks: Pools, num_nodes: int, num_rounds: int, most_rows: int) -> None:
     num_rows = ranks.run(rounds_arrive, num_nodes, "ipc", num_rounds, most_rows)
     assert all(num > 0 for num in num_rows) == (num_nodes > 1)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_rows_of_a_call_that_was_given_up_do_not_come_into_a_new_generation_over_ipc(
+    ranks: Pools, num_nodes: int
+) -> None:
+    assert all(num > 0 for num in ranks.run(generations_do_not_mix, num_nodes, "ipc", 300))
 
 
 def test_a_node_that_does_not_send_is_named_over_ipc(ranks: Pools) -> None:
@@ -44,3 +51,7 @@ def over_nvshmem() -> Iterator[Pool]:
 @pytest.mark.parametrize(("num_rounds", "most_rows"), SHAPES)
 def test_rows_arrive_in_their_rounds_over_nvshmem(over_nvshmem: Pool, num_rounds: int, most_rows: int) -> None:
     assert all(num > 0 for num in over_nvshmem.run(rounds_arrive, 2, ("nvshmem", num_rounds, most_rows), 60.0))
+
+
+def test_rows_of_a_call_that_was_given_up_do_not_come_into_a_new_generation_over_nvshmem(over_nvshmem: Pool) -> None:
+    assert all(num > 0 for num in over_nvshmem.run(generations_do_not_mix, 2, ("nvshmem", 300), 60.0))

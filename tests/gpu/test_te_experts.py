@@ -45,13 +45,14 @@ def test_the_three_products_are_those_of_the_dequantised_matrices(
     weight = torch.randn(len(SIZES), outputs, inputs, generator=g, device=GPU).bfloat16()
     if recipe == "blockwise":
         rows, grads = (cast_rows(part, ranges, True, rows=True, columns=True) for part in (x, grad))
-        weights, back = cast_weights(weight, True)
+        made = cast_weights(weight, True, columns=True)
     else:
         cast = PerTensor(delayed=False, power_of_two=False)
         rows, grads = (
             cast.cast(name, part, ranges, rows=True, columns=True) for name, part in (("x", x), ("grad", grad))
         )
-        weights, back = cast.weights("w", weight)
+        made = cast.weights("w", weight, columns=True)
+    weights, back = made.rows, made.columns
     products = {"fprop": (weights, rows.rows), "dgrad": (back, grads.rows), "wgrad": (rows.columns, grads.columns)}
     for name, (a, b) in products.items():
         results = []

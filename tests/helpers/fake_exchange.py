@@ -335,8 +335,13 @@ class FakeExchange:
         else:
             self._verdict = GROW if DOES_NOT_FIT in statuses else GO
         if self._verdict != GO:
-            self.faults.append(("refused", [self._verdict, self._asked[1], 0, 0, 0, 0, 0, 0]))
+            self.faults.append(self.refusal(self._verdict))
         return self.answer()
+
+    def refusal(self, verdict: int) -> Fault:
+        """What the record holds of the call that was asked about, with the headers of all ranks."""
+        of_ranks = [struct.unpack("32q", self.node.headers[self._asked][rank]) for rank in range(self.size)]
+        return "refused", [verdict, self._asked[1], 0, 0, 0, 0, 0, 0, *(word for words in of_ranks for word in words)]
 
     def answer(self) -> Answer:
         headers = [struct.unpack("32q", header) for header in self.node.headers[self._asked].values()]

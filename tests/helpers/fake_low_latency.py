@@ -44,6 +44,7 @@ class LowLatencyNode(FakeNode):
         super().__init__(size)
         self.sent: defaultdict[Key, dict[int, SimpleNamespace]] = defaultdict(dict)
         self.read: defaultdict[Key, set[int]] = defaultdict(set)
+        self.num_sent = 0
         self.kernels_of = {rank: LowLatencyFakeKernels(self, rank) for rank in range(size)}
 
 
@@ -77,6 +78,7 @@ class FakeLowLatency:
         self.generation = self.epoch = 0
         self.launches: list[tuple[str, Any]] = []
         self._num_allocated = 0
+        self._cleared = 0  # what was sent before is forgotten here
 
     def allocate(self, words_a_slot: int, bytes_a_slot: int) -> None:
         with self.node.change:
@@ -98,8 +100,15 @@ class FakeLowLatency:
                 if name.startswith(b"lowlatency"):
                     ranks.discard(self.rank)
 
+    def clear(self) -> None:
+        with self.node.change:
+            self._cleared = self.node.num_sent
+
     def begin(self, generation: int) -> None:
-        self.generation, self.epoch = generation, 0
+        """A word has 12 bits for it."""
+        self.generation, self.epoch = generation % 4096, 0
+        for key in [key for key in self.node.read if key[0] == self.generation]:
+            self.node.read[key].discard(self.rank)
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
@@ -208,15 +217,22 @@ class FakeLowLatency:
             free = key[1] < 2 or self.node.change.wait_for(lambda: len(earlier) == self.size, LIMIT_SECS)
             assert free, f"{name} of rank {self.rank} writes where a peer still reads"
             mask = at(launch.mask, torch.int32, self.size).tolist()
+            self.node.num_sent += 1
+            sent |= {"number": self.node.num_sent}
             self.node.sent[key][self.rank] = SimpleNamespace(print=launch.print, mask=mask, name=name, **sent)
             self.node.change.notify_all()
         return key
 
     def _receive(self, key: Key, launch: Any) -> dict[int, Any]:
         """What the ranks have left with which this one exchanges rows."""
-        sent = self.node.sent[key]
+        here = self.node.sent[key]
+
+        def are_there() -> bool:
+            return sum(of.number > self._cleared for of in here.values()) == self.size
+
         with self.node.change:
-            assert self.node.change.wait_for(lambda: len(sent) == self.size, LIMIT_SECS), "a rank did not send"
+            assert self.node.change.wait_for(are_there, LIMIT_SECS), "a rank did not send"
+            sent = dict(here)
             self.node.read[key].add(self.rank)
             self.node.change.notify_all()
         mask = at(launch.mask, torch.int32, self.size).tolist()

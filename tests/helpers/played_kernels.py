@@ -93,6 +93,9 @@ class PlayedKernels(KernelSizes):
     def IpcRail(self, **arguments: Any) -> PlayedRail:  # noqa: N802 (a class)
         return PlayedRail(self, **arguments)
 
+    def NvshmemRail(self, pes: Sequence[int], **arguments: Any) -> PlayedRail:  # noqa: N802 (a class)
+        return PlayedRail(self, num_nodes=len(pes), **arguments)
+
     def Route(self, **arguments: Any) -> SimpleNamespace:  # noqa: N802 (a class)
         return SimpleNamespace(**arguments)
 
@@ -133,6 +136,7 @@ class PlayedRail:
         self._sent: dict[int, list[Tensor]] = {}
         self._is_full = [False, False]
         self._taken: set[int] = set()  # rounds of the call
+        self._on_the_way: set[int] = set()  # rounds that this rank has put, as long as nothing says that they are there
         self.num_rounds = 0
 
     def inbox(self, slot: int) -> int:
@@ -147,8 +151,20 @@ class PlayedRail:
     def open_block(self, node: int, exported: bytes) -> None:
         assert node != self.node
 
+    def watch(self, **_: Any) -> None: ...
+
+    def address_at(self, pe: int) -> int:
+        return 0
+
     def begin_generation(self, generation: int) -> None:
         assert generation > 0
+        assert not any(self.kernels.everybody(bool(self._on_the_way))), "puts will come into the new generation"
+        self._sent.clear()
+        self._taken.clear()
+        self._is_full = [False, False]
+
+    def settle(self, stream: int) -> None:
+        self._on_the_way.clear()
 
     def sent_bytes(self) -> int:
         return self.kernels.crossed[1]
@@ -175,6 +191,7 @@ class PlayedRail:
         assert round.number not in self._sent
         self.wait_free(round, stream)
         self._sent[round.number] = flows
+        self._on_the_way.add(round.number)
 
     def wait_free(self, round: Any, stream: int) -> None:
         assert round.number not in self._sent
@@ -185,6 +202,7 @@ class PlayedRail:
         assert not self._is_full[slot], "a slot is written over before it was taken"
         self._is_full[slot] = True
         world, size = self.kernels.everybody((round.number, self._sent.pop(round.number))), self.kernels.ranks_per_node
+        self._on_the_way.discard(round.number)
         inbox = memory_at(self.block + self.inbox(slot), self.num_nodes * self.flow_bytes)
         inbox.fill_(0xFF)
         for node, (number, flows) in enumerate(world[self.kernels.rank % size :: size]):
@@ -252,7 +270,7 @@ class PlayedExchange:
         self._header = tuple(torch.frombuffer(bytearray(header), dtype=torch.int64).tolist())
         assert len(words) == 32
         self._verdict = GROW if self._header[NEED_WORD] > self.slot_bytes else GO
-        return False
+        return torch.cuda.is_current_stream_capturing()
 
     def wait_answer(self, question: int, limit_secs: float) -> Answer:
         return self.answer()
@@ -296,7 +314,7 @@ class PlayedExchange:
         if grad_weights:
             for first, count in self._padding_of(route):
                 numbers_at(grad_weights, route.num_rows, accumulation_dtype(NAMES[dtype]))[first : first + count] = 0
-        return False
+        return torch.cuda.is_current_stream_capturing()
 
     def _weigh(
         self, out: Tensor, row: int, dtype: torch.dtype, weights: int, made_rows: int, grad_weights: int
@@ -352,7 +370,7 @@ class PlayedExchange:
             terms += [came[peer][row] for peer, row in enumerate(places_of_token) if row >= 0]
             out = memory_at(y + at, row_bytes)
             out.copy_(ordered_sum(terms, kind).view(torch.uint8) if terms else torch.zeros_like(out))
-        return False
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _pattern(word: int, num_bytes: int) -> Tensor:

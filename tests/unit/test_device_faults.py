@@ -86,6 +86,12 @@ def fault(name: str, *values: int) -> tuple[str, list[int]]:
     return name, [*values, *[0] * (8 - len(values))]
 
 
+def refused(record: Record, verdict: int, epoch: int = EPOCH, num_more: int = 0) -> tuple[str, list[int]]:
+    """The first refusal since the last look, with the headers that the ranks sent."""
+    name, values = fault("refused", verdict, epoch, num_more)
+    return name, values + [word for sent in record.sent for word in struct.unpack("32q", sent)]
+
+
 def asked(record: Record, operation: str, request: DispatchRequest | None = None) -> tuple[Any, str]:
     """What a call whose host waits raises."""
     return caught(lambda: faults_of(record).verdict(operation, 1, PLENTY_SECS, request, record.join_rows))
@@ -227,7 +233,7 @@ def test_a_rank_that_refuses_leaves_its_reason_and_raises_like_the_others() -> N
     record = Record()
     record.verdict = REFUSE
     record.sent[OWN] = words(header("combine"), 1)
-    record.faults = [fault("refused", REFUSE, EPOCH)]
+    record.faults = [refused(record, REFUSE)]
     own = ValueError("rows has 3 rows, the handle 4.")
     assert caught(lambda: faults_of(record).refused("combine", own, record.join_rows)) == (
         ValueError,
@@ -315,7 +321,7 @@ def test_a_disagreement_names_the_setting_and_both_values(name: str) -> None:
 def test_what_each_rank_needs_is_in_the_headers_of_the_call() -> None:
     record = Record()
     record.sent = [words(header("dispatch"), 0, 100 * (rank + 1)) for rank in range(3)]
-    record.faults = [fault("refused", GROW, EPOCH)]
+    record.faults = [refused(record, GROW)]
     assert faults_of(record).needs(NEED_WORD) == [100, 200, 300]
     assert record.faults == []
 
@@ -330,7 +336,7 @@ def test_without_a_fault_there_is_nothing_to_take() -> None:
 def test_a_call_that_does_not_fit_says_how_to_make_room() -> None:
     record = Record()
     record.sent = [words(header("combine backward"), 100 * (rank == 2)) for rank in range(3)]
-    record.faults = [fault("refused", GROW, EPOCH)]
+    record.faults = [refused(record, GROW)]
     assert faults_of(record).take() == [
         "combine backward needs more memory than the buffer's 16777216 bytes a slot on some rank, and a call without a "
         "host wait cannot grow it; its outputs are NaN. Run it once without max_rows, or give Buffer a larger "
@@ -344,26 +350,71 @@ def test_a_refusal_and_a_disagreement_name_the_operation_of_this_ranks_header() 
     record.sent[0] = words(header("combine", hidden=8))
     record.sent[1] = words(header("cached dispatch", hidden=8))
     record.sent[2] = words(header("combine", hidden=8), 2)
-    record.faults = [fault("refused", REFUSE, EPOCH)]
+    record.faults = [refused(record, REFUSE)]
     assert faults_of(record).take() == ["EP rank 2 refused cached dispatch: see its log"]
     record.sent[2] = record.sent[0]
-    record.faults = [fault("refused", DISAGREE, EPOCH)]
+    record.faults = [refused(record, DISAGREE)]
     (text,) = faults_of(record).take()
     assert text.startswith("cached dispatch: the ranks of the EP group disagree on the operation: rank 0 has combine,")
 
 
-@pytest.mark.parametrize("verdict", [REFUSE, DISAGREE])
-def test_a_record_that_a_later_call_has_written_over_still_says_that_there_was_a_refusal(verdict: int) -> None:
-    """Its headers are of a call that went well, or of none."""
+ALSO = "One more call was refused before this rank looked: see the logs of all ranks."
+
+
+@pytest.mark.parametrize(
+    ("num_more", "also"), [(0, []), (1, [ALSO]), (3, [ALSO.replace("One more call was", "3 more calls were")])]
+)
+def test_the_first_refusal_is_told_with_its_reason_and_how_many_came_behind_it(num_more: int, also: list[str]) -> None:
+    """What the ranks sent last is of another call, which went well."""
     record = Record()
-    record.sent = [words(header("combine")) for _ in range(3)]
-    record.faults = [fault("refused", verdict, EPOCH)]
-    expected = "combine was refused, and calls behind it were too before this rank looked: see the logs of all ranks."
-    assert faults_of(record).take() == [expected]
-    record.sent[1] = pack(Header(operation=99))
-    record.faults = [fault("refused", verdict, EPOCH)]
-    (text,) = faults_of(record).take()
-    assert text.startswith("a call")
+    record.sent = [words(header("combine"), rank == 2) for rank in range(3)]
+    record.left[f"reason/{GENERATION}/{EPOCH - 4}", 2] = "rows has 3 rows, the handle 4."
+    record.faults = [refused(record, REFUSE, EPOCH - 4, num_more)]
+    record.sent = [words(header("dispatch")) for _ in range(3)]
+    assert faults_of(record).take() == ["EP rank 2 refused combine: rows has 3 rows, the handle 4.", *also]
+
+
+def test_refusals_that_came_while_the_host_took_one_are_counted() -> None:
+    record = Record()
+    record.faults = [fault("refusals", 1)]
+    assert faults_of(record).take() == [ALSO]
+
+
+def test_a_refusal_that_nobody_waited_for_outlives_one_that_is_raised_at_once() -> None:
+    """The record keeps the first one; what the host waited for has headers of its own."""
+    record = Record()
+    faults = faults_of(record)
+    record.sent = [words(header("combine"), rank == 0) for rank in range(3)]
+    record.faults = [refused(record, REFUSE, EPOCH - 1, 1)]
+    record.verdict = REFUSE
+    record.sent = [words(header("dispatch"), 2 * (rank == 2)) for rank in range(3)]
+    asked_for = caught(lambda: faults.verdict("dispatch", 1, PLENTY_SECS, None, record.join_rows))
+    assert asked_for == (TypeError, "EP rank 2 refused dispatch: see its log")
+    assert faults.take() == ["EP rank 0 refused combine: see its log", ALSO]
+    assert faults.take() == []
+
+
+def test_calls_behind_a_refusal_that_is_raised_at_once_are_told_of() -> None:
+    record = Record()
+    faults = faults_of(record)
+    record.verdict = REFUSE
+    record.sent[2] = words(header("all_reduce"), 2)
+    record.faults = [refused(record, REFUSE, EPOCH, 1)]
+    asked_for = caught(lambda: faults.verdict("all_reduce", 1, PLENTY_SECS, None, record.join_rows))
+    assert asked_for == (TypeError, "EP rank 2 refused all_reduce: see its log")
+    assert faults.take() == [ALSO]
+    assert faults.take() == []
+
+
+@pytest.mark.parametrize("verdict", [REFUSE, DISAGREE])
+def test_a_refusal_that_this_version_cannot_read_points_to_the_logs(verdict: int) -> None:
+    record = Record()
+    record.sent = [words(header("combine"), 77 * (verdict == REFUSE)) for _ in range(3)]
+    record.faults = [refused(record, verdict)]
+    assert faults_of(record).take() == ["combine was refused: see the logs of all ranks."]
+    record.sent[1] = pack(Header(operation=99), 77)
+    record.faults = [refused(record, REFUSE)]
+    assert faults_of(record).take() == ["a call was refused: see the logs of all ranks."]
 
 
 # -- dispatches that some ranks do not wait for ---------------------------------------------------------------------
@@ -420,7 +471,7 @@ def test_faults_of_earlier_calls_outlive_a_later_call_that_is_answered(verdict: 
     record = Record()
     faults = faults_of(record)
     record.verdict = verdict
-    record.faults = [fault("refused", verdict, EPOCH), fault("overflow", 40, 32), fault("bad_idx", 5, 8, 2, 8)]
+    record.faults = [refused(record, verdict), fault("overflow", 40, 32), fault("bad_idx", 5, 8, 2, 8)]
     if verdict == GROW:
         faults.needs(NEED_WORD)
     else:

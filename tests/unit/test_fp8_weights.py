@@ -32,9 +32,9 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def watched(original: Callable[..., object]) -> Callable[..., object]:
-        def weights(self: object, name: str, weight: Tensor) -> object:
-            made.append(name)
-            return original(self, name, weight)
+        def weights(self: object, name: str, weight: Tensor, *, columns: bool) -> object:
+            made.append(name if columns else f"{name}, rows alone")
+            return original(self, name, weight, columns=columns)
 
         return weights
 
@@ -85,7 +85,7 @@ def test_changed_weights_are_those_of_the_next_forward(
 def test_micro_batches_of_a_step_share_one_cast_also_under_recompute(casts: list[str]) -> None:
     layer = fp8_layer()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
     checkpoint(layer, x[:3], use_reentrant=False).sum().backward()
     checkpoint(layer, x[3:], use_reentrant=False).sum().backward()
     assert casts == ["first", "down"]
@@ -99,6 +99,57 @@ def test_micro_batches_of_a_step_share_one_cast_also_under_recompute(casts: list
     optimizer.step()
     layer(x).sum().backward()
     assert casts == ["first", "down"] * 2
+
+
+ROWS_ALONE = ["first, rows alone", "down, rows alone"]
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "current"])
+def test_without_gradients_the_weights_are_not_cast_for_a_backward(recipe: str, casts: list[str]) -> None:
+    """Half the time and memory of an evaluation; a step behind it, of the same weights, casts both."""
+    layer = fp8_layer(recipe)
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.no_grad():
+        evaluated = [layer(x) for _ in range(2)]
+    assert casts == ROWS_ALONE
+    assert layer.experts.fp8 is not None
+    assert [len(cast.columns) for _, cast in layer.experts.fp8._cast._kept.values()] == [0, 0]
+    y = layer(x)
+    y.sum().backward()
+    assert casts == [*ROWS_ALONE, "first", "down"]
+    assert torch.equal(evaluated[0], evaluated[1])
+    assert torch.equal(evaluated[0], y)
+    with torch.no_grad():
+        layer(x)
+    assert len(casts) == 4, "what a step left serves the next evaluation"
+
+
+def test_frozen_experts_are_cast_for_the_gradient_of_their_rows_alone(casts: list[str]) -> None:
+    layer = fp8_layer()
+    layer.experts.requires_grad_(False)
+    rows = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    layer.experts(rows, [16] * 4)
+    assert casts == ROWS_ALONE
+    layer.experts(rows.requires_grad_(), [16] * 4).sum().backward()
+    assert casts == [*ROWS_ALONE, "first", "down"]
+    assert rows.grad is not None
+
+
+def test_gradients_of_experts_alone_want_no_transposed_first_weights(casts: list[str]) -> None:
+    layer = fp8_layer()
+    layer.experts(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)), [16] * 4).sum().backward()
+    assert casts == ["first, rows alone", "down"]
+    assert all(parameter.grad is not None for parameter in layer.experts.parameters())
+
+
+def test_recompute_that_runs_forward_without_gradients_first_has_those_of_a_plain_step(casts: list[str]) -> None:
+    layer = fp8_layer()
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    checkpoint(layer, x, use_reentrant=True).sum().backward()
+    recomputed, x.grad = x.grad, None
+    layer(x).sum().backward()
+    assert torch.equal(recomputed, x.grad)  # type: ignore[arg-type]
+    assert casts == [*ROWS_ALONE, "first", "down"]
 
 
 def test_a_step_between_forward_and_backward_does_not_reach_the_backward() -> None:
@@ -142,10 +193,10 @@ def test_inference_mode_runs_and_sees_changes(made_in_it: bool) -> None:
 
 def test_a_write_that_nothing_sees_is_told_by_hand(casts: list[str]) -> None:
     layer = fp8_layer()
-    layer(torch.zeros(1, 128))
+    layer(torch.zeros(1, 128, requires_grad=True))
     assert layer.experts.fp8 is not None
     layer.experts.fp8.forget_weights()
-    layer(torch.zeros(1, 128))
+    layer(torch.zeros(1, 128, requires_grad=True))
     assert casts == ["first", "down"] * 2
 
 

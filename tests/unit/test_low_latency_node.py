@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from moe_ep.backends.base import Backend
 from moe_ep.backends.intranode import IntranodeBackend
+from moe_ep.buffer import Buffer
 from moe_ep.errors import ConfigError
 from moe_ep.low_latency.mode import LowLatency
 from moe_ep.low_latency.state import LowLatencyState
@@ -56,6 +58,9 @@ class NodeBuffer(LowLatency):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    _closed = False
+    reset, close = Buffer.reset, Buffer.close
 
 
 @pytest.fixture(autouse=True)
@@ -307,6 +312,33 @@ def test_the_blocks_of_all_ranks_of_a_gpu_find_room_with_some_to_spare(
     assert blocks == [128 // world] * world
 
 
+def test_the_ranks_of_a_gpu_are_counted_by_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is made in the first call, when any device may be current."""
+    of_rank, own = scenes(2), threading.local()
+
+    @contextmanager
+    def device(given: object) -> Iterator[None]:
+        own.is_current = given == torch.device("cpu")  # that of the buffers here
+        yield
+        own.is_current = False
+
+    def asked(answer: object) -> Any:
+        def ask(self: LowLatencyFakeKernels) -> object:
+            assert getattr(own, "is_current", False), "of whichever device is current"
+            return answer
+
+        return ask
+
+    monkeypatch.setattr(LowLatencyFakeKernels, "pci_bus_id", asked("0000:01:00.0"))
+    monkeypatch.setattr(LowLatencyFakeKernels, "num_sms", asked(132))
+
+    node = LowLatencyNode(2)
+    node.install(monkeypatch)
+    buffers: list[Any] = [NodeBuffer(backend, of_rank[0].owner) for backend in construct(node)]
+    monkeypatch.setattr(torch.cuda, "device", device)
+    node.run(lambda rank: of_rank[rank].dispatch(buffers[rank], PLAIN))
+
+
 def test_ranks_that_need_different_sizes_all_learn_it(monkeypatch: pytest.MonkeyPatch) -> None:
     of_rank = [scenes(2, hidden=64 * (1 + rank))[rank] for rank in range(2)]
 
@@ -364,5 +396,45 @@ def test_what_the_kernels_cannot_move_is_refused_with_the_limit(monkeypatch: pyt
         for num_max, match in ((1 << 19, "M \\* K is 1572864"), (1, "but num_max_dispatch_tokens_per_rank is 1")):
             with pytest.raises(ValueError, match=match):
                 buffer.low_latency_dispatch(x, idx, num_max, 3, use_fp8=False)
+
+    run(1, monkeypatch, work)
+
+
+def test_places_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = LowLatencyNode(1)
+    node.install(monkeypatch)
+    (backend,) = construct(node)
+    buffer: Any = NodeBuffer(backend, [0] * 4096)
+    x, idx = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="M times the number of ranks times the most experts of a rank is 2147483648;"):
+        buffer.low_latency_dispatch(x, idx, 1 << 19, 4096, use_fp8=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_strided"),
+    [
+        ("cumulative_local_expert_recv_stats", True),
+        ("cumulative_local_expert_recv_stats", False),
+        ("dispatch_wait_recv_cost_stats", False),
+        ("combine_wait_recv_cost_stats", False),
+    ],
+)
+def test_statistics_that_a_kernel_cannot_add_to_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_strided: bool
+) -> None:
+    of_rank = scenes(1)
+    size, dtype = (3, torch.int32) if name.startswith("cumulative") else (1, torch.int64)
+    given = torch.zeros(2 * size, dtype=dtype)[::2] if is_strided else torch.zeros(size, dtype=dtype, device="meta")
+
+    def work(buffer: Any, rank: int) -> None:
+        scene = of_rank[rank]
+        handle = scene.dispatch(buffer, PLAIN)[2]
+        calls = {
+            "dispatch": lambda: scene.dispatch(buffer, PLAIN, **{name: given}),
+            "combine": lambda: scene.combine(buffer, handle, scene.made(1), **{name: given}),
+        }
+        with pytest.raises(ValueError, match=rf"{name} is on (cpu|meta) with a stride of [12]; .* contiguous on cpu"):
+            calls["combine" if name.startswith("combine") else "dispatch"]()
+        scene.round_trip(buffer)
 
     run(1, monkeypatch, work)

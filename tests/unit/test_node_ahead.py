@@ -70,7 +70,7 @@ def test_a_rank_that_refuses_refuses_the_rows_behind_the_plan_too(node: FakeNode
 
 @pytest.mark.parametrize("call_of_both", [0, 1])
 def test_whichever_refusal_is_in_the_record_has_its_text(node: FakeNode, call_of_both: int) -> None:
-    """The rank that went on finds the one of the plan, or that of the rows, which came later."""
+    """The rank that went on finds the one of the plan, or that of the rows where it has taken the first."""
     backends = construct(node)
 
     def call(rank: int) -> None:
@@ -82,7 +82,7 @@ def test_whichever_refusal_is_in_the_record_has_its_text(node: FakeNode, call_of
     node.run(call)
     exchange = fake_of(backends[0])
     exchange._asked = (exchange.generation, call_of_both)
-    exchange.faults = [("refused", [REFUSE, call_of_both, 0, 0, 0, 0, 0, 0])]
+    exchange.faults = [exchange.refusal(REFUSE)]
     expected = ["EP rank 1 refused dispatch: x is a list.", "EP rank 1 refused cached dispatch: EP rank 1 refused"]
     (text,) = backends[0].take_faults()
     assert text.startswith(expected[call_of_both])

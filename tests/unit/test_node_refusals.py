@@ -68,6 +68,14 @@ def test_a_buffer_closes_once_after_its_last_kernel_and_by_itself(node: FakeNode
     assert node.events[before:] == [(RANK, "close")]
 
 
+def test_a_close_waits_for_replays_before_it_drains(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, seen = construct(node)[RANK], []
+    backend._is_in_graph = True
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(names(backend)))
+    backend.close()
+    assert seen == [[], ["drain"]]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_is_started_after_a_time_limit(node: FakeNode, call: str) -> None:
     backends = construct(node)

@@ -99,6 +99,13 @@ def test_a_process_begins_once_and_refuses_another_group(fake: FakeNvshmem) -> N
         world.start(Gathering(dist.HashStore(), [5], 0), 10)
 
 
+def test_a_process_begins_on_one_device(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch) -> None:
+    (world,) = _start(1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with pytest.raises(ConfigError, match="on device 0 already, but device 3 is current: call torch.cuda.set_device"):
+        world.start(Gathering(dist.HashStore(), [4], 0), 10)
+
+
 def _rails(worlds: list[NvshmemWorld], flow_bytes: int, watched: Watched = WATCHED) -> list[Any]:
     """What every rank gets, on a store that only this rail has."""
     store, ranks = dist.HashStore(), range(4, 4 + len(worlds))

@@ -37,11 +37,11 @@ def test_every_release_multiplies_what_the_plain_products_do(recipe: str) -> Non
     x, weight = _rows(), torch.randn(2, 320, 192, generator=torch.Generator().manual_seed(4))
     ranges = RowRanges(SIZES, CPU)
     if recipe == "blockwise":
-        rows, weights = cast_rows(x, ranges, True).rows, cast_weights(weight, True)[0]
+        rows, weights = cast_rows(x, ranges, True).rows, cast_weights(weight, True, columns=False).rows
     else:
         per_tensor = PerTensor(delayed=False, power_of_two=False)
         rows = per_tensor.cast("grad", x, ranges, rows=True, columns=False).rows  # e5m2 beside e4m3
-        weights = per_tensor.weights("first", weight)[0]
+        weights = per_tensor.weights("first", weight, columns=False).rows
     results = []
     for gemm in (PlainGemm(), TransformerEngineGemm()):
         outs = [torch.full((size, 320), float("nan")) for size in SIZES]
