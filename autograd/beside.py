@@ -57,11 +57,11 @@ class Beside:
             self._travel = _Travel(buffer.backend, work)
             self.buffer = cast(Buffer, _BufferView(buffer, self._travel))
 
-    def tie(self, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The two inputs whose gradients the exchange brings back, to be given to it; before the call."""
+    def tie(self, tensor: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The inputs whose gradients the exchange brings back, to be given to it; before the call."""
         if self._travel is None or not torch.is_grad_enabled():
             return tensor, weights
-        return self._travel.tie(tensor), self._travel.tie(weights)
+        return self._travel.tie(tensor), None if weights is None else self._travel.tie(weights)
 
 
 def runs_beside(buffer: Buffer) -> bool:

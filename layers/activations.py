@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ep.layers import swiglu
+from moe_ep.layers.weighted_swiglu import weighted_swiglu
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -41,6 +42,25 @@ def activate(projected: Tensor, activation: Activation, expert_offsets: Tensor |
     return F.silu(gate) * up
 
 
+def weighted_activate(
+    projected_RP: Tensor, row_weights_R: Tensor, activation: Activation, expert_offsets: Tensor | None = None
+) -> Tensor:
+    """`activate` times a weight of each row, with gradients to both. One kernel where `activate` is one.
+
+    Args:
+        projected_RP: [R, 2F] or [R, F], as `activate` takes it.
+        row_weights_R: [R] float32, or float64 beside float64; its gradient is a sum over F in that dtype.
+        activation, expert_offsets: as in `activate`; a row behind the last offset gives its weight no gradient.
+
+    Returns:
+        [R, F], dtype of projected.
+    """
+    if activation == "swiglu" and swiglu.serves(projected_RP) and row_weights_R.dtype == torch.float32:
+        return weighted_swiglu(projected_RP, row_weights_R, expert_offsets)
+    inner_RF = activate(projected_RP, activation, expert_offsets)
+    return (inner_RF.to(row_weights_R.dtype) * row_weights_R[:, None]).to(inner_RF.dtype)
+
+
 def activation_grad(projected: Tensor, grad_out: Tensor, activation: Activation) -> Tensor:
     """The gradient of `projected`, given that of `activate(projected, activation)`; outside of any graph.
 
@@ -60,7 +80,9 @@ def activation_grad(projected: Tensor, grad_out: Tensor, activation: Activation)
     return grad
 
 
-def mlp(x_RH: Tensor, first: Tensor, down_HF: Tensor, activation: Activation) -> Tensor:
+def mlp(
+    x_RH: Tensor, first: Tensor, down_HF: Tensor, activation: Activation, row_weights_R: Tensor | None = None
+) -> Tensor:
     """activate(x @ first.T) @ down.T; under autocast the two GEMMs follow it.
 
     Args:
@@ -68,8 +90,12 @@ def mlp(x_RH: Tensor, first: Tensor, down_HF: Tensor, activation: Activation) ->
         first: [2F, H] for "swiglu", [F, H] for "gelu".
         down_HF: [H, F].
         activation: see `activate`.
+        row_weights_R: None, or the weights of `weighted_activate`, by which each result is multiplied.
 
     Returns:
         [R, H] in the dtype of the GEMMs.
     """
-    return F.linear(activate(F.linear(x_RH, first), activation), down_HF)
+    projected = F.linear(x_RH, first)
+    if row_weights_R is None:
+        return F.linear(activate(projected, activation), down_HF)
+    return F.linear(weighted_activate(projected, row_weights_R, activation), down_HF)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_ep.config import MoEConfig
 from moe_ep.fp8.rows import Fp8Rows
-from moe_ep.layers.activations import activate, input_projection, mlp
+from moe_ep.layers.activations import activate, input_projection, mlp, weighted_activate
 from moe_ep.layers.fp8.experts import Fp8Experts
 from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
 
@@ -106,7 +106,11 @@ class GroupedExperts(nn.Module):
                 weight.normal_(0.0, self.config.init_std, generator=generator)
 
     def forward(
-        self, rows_RH: Tensor | Fp8Rows, tokens_per_expert: Sequence[int] | None, expert_offsets: Tensor | None = None
+        self,
+        rows_RH: Tensor | Fp8Rows,
+        tokens_per_expert: Sequence[int] | None,
+        expert_offsets: Tensor | None = None,
+        row_weights_R: Tensor | None = None,
     ) -> Tensor:
         """Run every expert on its rows.
 
@@ -120,6 +124,8 @@ class GroupedExperts(nn.Module):
                 as inside torch.compile.
             expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end. Counts and
                 offsets give the same bits; of both, a grouped GEMM reads the offsets, a loop the counts.
+            row_weights_R: None, or [R] float32 (float64 beside float64) by which each row's result is multiplied,
+                inside: between the two projections, with a gradient. Not with `fp8`.
 
         Returns:
             [R, H] in the dtype of rows_RH, also under autocast.
@@ -128,22 +134,30 @@ class GroupedExperts(nn.Module):
             ValueError: a shape, the number of counts, their sum or the dtype does not fit.
         """
         if isinstance(rows_RH, Fp8Rows) or self.fp8 is not None:
+            if row_weights_R is not None:
+                raise ValueError(
+                    "row_weights_R was given, but experts in FP8 take none; weigh their results in combine."
+                )
             out_RH: Tensor = self._forward_fp8(rows_RH, tokens_per_expert)
             return out_RH
         self._check_rows(rows_RH)
+        self._check_weights(rows_RH, row_weights_R)
         if tokens_per_expert is None:
-            return self._forward_by_offsets(rows_RH, expert_offsets)
+            return self._forward_by_offsets(rows_RH, expert_offsets, row_weights_R)
         sizes = [int(size) for size in tokens_per_expert]
         self._check_sizes(rows_RH, sizes)
         first: Tensor = self.get_parameter(self.first_name)
-        if not sizes:  # no expert, so no row either; the zero keeps the output attached to the parameters
-            return rows_RH + (first.sum() + self.down.sum()).to(rows_RH.dtype)
+        if not sizes:  # no expert, so no row either; the zero keeps the output attached to parameters and weights
+            attached = first.sum() + self.down.sum()
+            attached = attached if row_weights_R is None else attached + row_weights_R.sum()
+            return rows_RH + attached.to(rows_RH.dtype)
         if self._one_gemm_serves(rows_RH, first):
             offsets = _offsets_of(sizes, rows_RH.device) if expert_offsets is None else expert_offsets
-            return self._forward_by_offsets(rows_RH, offsets, has_tail=False)
+            return self._forward_by_offsets(rows_RH, offsets, row_weights_R, has_tail=False)
         # unbind, not indexing: its backward writes the stacked gradient once instead of once per expert
         experts = zip(rows_RH.split_with_sizes(sizes), first.unbind(), self.down.unbind(), strict=True)
-        outputs = [mlp(rows, first_weight, down_weight, self.activation) for rows, first_weight, down_weight in experts]
+        weights = itertools.repeat(None) if row_weights_R is None else row_weights_R.split_with_sizes(sizes)
+        outputs = [mlp(*expert, self.activation, weight) for expert, weight in zip(experts, weights, strict=False)]
         return torch.cat(outputs).to(rows_RH.dtype)
 
     def look_at_fp8_weights(self) -> None:
@@ -168,7 +182,9 @@ class GroupedExperts(nn.Module):
             return face_RH + (first.sum() + self.down.sum()).to(face_RH.dtype)
         return self.fp8(rows_RH, sizes, first, self.down, _gemm_dtype(face_RH)).to(face_RH.dtype)
 
-    def _forward_by_offsets(self, rows_RH: Tensor, expert_offsets: Tensor | None, has_tail: bool = True) -> Tensor:
+    def _forward_by_offsets(
+        self, rows_RH: Tensor, expert_offsets: Tensor | None, row_weights_R: Tensor | None, has_tail: bool = True
+    ) -> Tensor:
         if expert_offsets is None or expert_offsets.shape != (len(self.expert_ids) + 1,):
             given = "None" if expert_offsets is None else f"of shape {list(expert_offsets.shape)}"
             raise ValueError(
@@ -178,7 +194,11 @@ class GroupedExperts(nn.Module):
         dtype = _gemm_dtype(rows_RH)
         first: Tensor = self.get_parameter(self.first_name)
         projected = linear_per_expert(rows_RH.to(dtype), first.to(dtype), expert_offsets, has_tail)
-        inner = activate(projected, self.activation, expert_offsets if has_tail else None)
+        end = expert_offsets if has_tail else None
+        if row_weights_R is None:
+            inner = activate(projected, self.activation, end)
+        else:
+            inner = weighted_activate(projected, row_weights_R, self.activation, end)
         return linear_per_expert(inner, self.down.to(dtype), expert_offsets, has_tail).to(rows_RH.dtype)
 
     def _one_gemm_serves(self, rows_RH: Tensor, first: Tensor) -> bool:
@@ -239,6 +259,13 @@ class GroupedExperts(nn.Module):
         if rows_RH.dtype != self.down.dtype and not torch.is_autocast_enabled(rows_RH.device.type):
             raise ValueError(
                 f"rows are {rows_RH.dtype}, but the experts are {self.down.dtype}; cast one of them, or use autocast."
+            )
+
+    def _check_weights(self, rows_RH: Tensor, row_weights_R: Tensor | None) -> None:
+        if row_weights_R is not None and row_weights_R.shape != rows_RH.shape[:1]:
+            raise ValueError(
+                f"row_weights_R has shape {list(row_weights_R.shape)}, but there are {rows_RH.shape[0]} rows; give one "
+                "weight for each."
             )
 
     def _check_sizes(self, rows_RH: Tensor, sizes: list[int]) -> None:

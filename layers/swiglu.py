@@ -110,7 +110,7 @@ def zero_tail(rows_RN: Tensor, expert_offsets: Tensor) -> None:
     with device:
         _native.require().zero_tail(
             rows=rows_RN.data_ptr(),
-            num_rows_device=_last_address(expert_offsets),
+            num_rows_device=address_of_last(expert_offsets),
             num_rows=rows_RN.shape[0],
             row_bytes=rows_RN.shape[1] * rows_RN.element_size(),
             num_sms=kernels.ALL_SMS,
@@ -118,7 +118,7 @@ def zero_tail(rows_RN: Tensor, expert_offsets: Tensor) -> None:
         )
 
 
-def _last_address(expert_offsets: Tensor | None) -> int:
+def address_of_last(expert_offsets: Tensor | None) -> int:
     """Where the number of rows that count is stored on the device; 0 where all do."""
     if expert_offsets is None:
         return 0
@@ -135,7 +135,7 @@ def _launch(projected: Tensor, expert_offsets: Tensor | None) -> Tensor:
             projected=projected.data_ptr(),
             dtype=dtype_name(projected.dtype),
             out=out.data_ptr(),
-            num_rows_device=_last_address(expert_offsets),
+            num_rows_device=address_of_last(expert_offsets),
             num_rows=out.numel() // ffn,
             ffn=ffn,
             num_sms=kernels.ALL_SMS,
@@ -155,7 +155,7 @@ def _launch_backward(projected: Tensor, grad_out: Tensor, expert_offsets: Tensor
             grad_out=grad_out.data_ptr(),
             dtype=dtype_name(projected.dtype),
             grad_projected=grad_projected.data_ptr(),
-            num_rows_device=_last_address(expert_offsets),
+            num_rows_device=address_of_last(expert_offsets),
             num_rows=grad_out.numel() // ffn,
             ffn=ffn,
             num_sms=kernels.ALL_SMS,

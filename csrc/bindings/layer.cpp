@@ -61,6 +61,22 @@ void swiglu_backward(uintptr_t projected, uintptr_t grad_out, const std::string&
                          ffn, num_sms, stream_from(stream));
 }
 
+void weighted_swiglu(uintptr_t projected, uintptr_t row_weights, const std::string& dtype, uintptr_t out,
+                     uintptr_t num_rows_device, int64_t num_rows, int64_t ffn, int num_sms, uintptr_t stream) {
+  launch_weighted_swiglu(pointer_from<const void>(projected), pointer_from<const float>(row_weights),
+                         row_type_from(dtype), pointer_from<void>(out), pointer_from<const int32_t>(num_rows_device),
+                         num_rows, ffn, num_sms, stream_from(stream));
+}
+
+void weighted_swiglu_backward(uintptr_t projected, uintptr_t row_weights, uintptr_t grad_out, const std::string& dtype,
+                              uintptr_t grad_projected, uintptr_t grad_weights, uintptr_t num_rows_device,
+                              int64_t num_rows, int64_t ffn, int num_sms, uintptr_t stream) {
+  launch_weighted_swiglu_backward(
+      pointer_from<const void>(projected), pointer_from<const float>(row_weights), pointer_from<const void>(grad_out),
+      row_type_from(dtype), pointer_from<void>(grad_projected), pointer_from<float>(grad_weights),
+      pointer_from<const int32_t>(num_rows_device), num_rows, ffn, num_sms, stream_from(stream));
+}
+
 void zero_tail(uintptr_t rows, uintptr_t num_rows_device, int64_t num_rows, int64_t row_bytes, int num_sms,
                uintptr_t stream) {
   launch_zero_tail(pointer_from<void>(rows), pointer_from<const int32_t>(num_rows_device), num_rows, row_bytes, num_sms,
@@ -85,6 +101,13 @@ void bind_layer_kernels(py::module_& module) {
   module.def("swiglu_backward", &swiglu_backward, no_gil, py::kw_only(), py::arg("projected"), py::arg("grad_out"),
              py::arg("dtype"), py::arg("grad_projected"), py::arg("num_rows_device"), py::arg("num_rows"),
              py::arg("ffn"), py::arg("num_sms"), py::arg("stream"));
+  module.def("weighted_swiglu", &weighted_swiglu, no_gil, py::kw_only(), py::arg("projected"), py::arg("row_weights"),
+             py::arg("dtype"), py::arg("out"), py::arg("num_rows_device"), py::arg("num_rows"), py::arg("ffn"),
+             py::arg("num_sms"), py::arg("stream"));
+  module.def("weighted_swiglu_backward", &weighted_swiglu_backward, no_gil, py::kw_only(), py::arg("projected"),
+             py::arg("row_weights"), py::arg("grad_out"), py::arg("dtype"), py::arg("grad_projected"),
+             py::arg("grad_weights"), py::arg("num_rows_device"), py::arg("num_rows"), py::arg("ffn"),
+             py::arg("num_sms"), py::arg("stream"));
   module.def("zero_tail", &zero_tail, no_gil, py::kw_only(), py::arg("rows"), py::arg("num_rows_device"),
              py::arg("num_rows"), py::arg("row_bytes"), py::arg("num_sms"), py::arg("stream"));
 }

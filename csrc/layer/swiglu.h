@@ -26,6 +26,13 @@ namespace moe_ep {
 void launch_swiglu(const void* projected, RowType row_type, void* out, const int32_t* num_rows_device, int64_t num_rows,
                    int64_t ffn, int num_sms, cudaStream_t stream);
 
+// The same, times a weight of each row: out = weight * silu(gate) * up, rounded once.
+//
+//   row_weights  in  [R] float32, contiguous
+void launch_weighted_swiglu(const void* projected, const float* row_weights, RowType row_type, void* out,
+                            const int32_t* num_rows_device, int64_t num_rows, int64_t ffn, int num_sms,
+                            cudaStream_t stream);
+
 // The gradient of launch_swiglu: with s = sigmoid(gate), d_gate = d_out * up * s * (1 + gate * (1 - s)) and
 // d_up = d_out * gate * s.
 //
@@ -37,6 +44,15 @@ void launch_swiglu(const void* projected, RowType row_type, void* out, const int
 void launch_swiglu_backward(const void* projected, const void* grad_out, RowType row_type, void* grad_projected,
                             const int32_t* num_rows_device, int64_t num_rows, int64_t ffn, int num_sms,
                             cudaStream_t stream);
+
+// The gradient of launch_weighted_swiglu: that of launch_swiglu times the weight, and
+// d_weight = sum over F of d_out * silu(gate) * up, in float32, added up in an order that F alone decides.
+//
+//   grad_weights  out  [R] float32, contiguous
+void launch_weighted_swiglu_backward(const void* projected, const float* row_weights, const void* grad_out,
+                                     RowType row_type, void* grad_projected, float* grad_weights,
+                                     const int32_t* num_rows_device, int64_t num_rows, int64_t ffn, int num_sms,
+                                     cudaStream_t stream);
 
 // Sets the rows from *num_rows_device on to zero and leaves those before them alone.
 //

@@ -79,6 +79,38 @@ class LayerKernels(Protocol):
     ) -> None:
         """Gradient of gate and up; csrc/layer/swiglu.h."""
 
+    def weighted_swiglu(
+        self,
+        *,
+        projected: int,
+        row_weights: int,
+        dtype: str,
+        out: int,
+        num_rows_device: int,
+        num_rows: int,
+        ffn: int,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """weight * silu(gate) * up; csrc/layer/swiglu.h."""
+
+    def weighted_swiglu_backward(
+        self,
+        *,
+        projected: int,
+        row_weights: int,
+        grad_out: int,
+        dtype: str,
+        grad_projected: int,
+        grad_weights: int,
+        num_rows_device: int,
+        num_rows: int,
+        ffn: int,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """Gradients of gate, up and the weight; csrc/layer/swiglu.h."""
+
     def zero_tail(
         self, *, rows: int, num_rows_device: int, num_rows: int, row_bytes: int, num_sms: int, stream: int
     ) -> None:

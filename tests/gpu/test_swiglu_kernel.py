@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_ep import _native
 from moe_ep.layers import swiglu
-from moe_ep.layers.activations import activate
+from moe_ep.layers.activations import activate, weighted_activate
+from moe_ep.layers.weighted_swiglu import weighted_swiglu_backward_op, weighted_swiglu_op
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,6 +192,42 @@ def test_the_custom_ops_keep_the_rules_of_pytorch(has_offsets: bool) -> None:
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device="cuda") if has_offsets else None
     torch.library.opcheck(swiglu.swiglu_op, (projected, offsets))
     torch.library.opcheck(swiglu.swiglu_backward_op, (projected.detach(), drawn((6, 16), torch.float32), offsets))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("ffn", [1, 3, 8, 40, 250, 256, 768, 2048])
+@pytest.mark.parametrize("num_real", [0, 5, 37])
+def test_weights_of_rows_and_their_gradients_are_those_of_the_formula(
+    ffn: int, num_real: int, dtype: torch.dtype
+) -> None:
+    # cases N05, G01: rows behind the last offset hold NaN
+    num_rows = 37
+    offsets = torch.tensor([0, 0, num_real], dtype=torch.int32, device="cuda")
+    projected, grad_out = drawn((num_rows, 2 * ffn), dtype), drawn((num_rows, ffn), dtype, seed=1)
+    weights = drawn((num_rows,), torch.float32, seed=2)
+    for tensor in (projected, grad_out, weights):
+        tensor[num_real:] = math.nan
+    leaf, row_weights = projected.requires_grad_(), weights.requires_grad_()
+    out = weighted_activate(leaf, row_weights, "swiglu", offsets)
+    gradients = torch.autograd.grad(out, (leaf, row_weights), grad_out)
+    assert all((tensor[num_real:] == 0).all() for tensor in (out, *gradients))
+
+    real, real_weights = (tensor.detach()[:num_real].double().requires_grad_() for tensor in (projected, weights))
+    expected = formula(real) * real_weights[:, None]
+    assert_rounds_to(out[:num_real], expected)
+    expected_leaf, expected_weights = torch.autograd.grad(expected, (real, real_weights), grad_out[:num_real].double())
+    assert_rounds_to(gradients[0][:num_real], expected_leaf, scale=10.0)
+    terms = (formula(real) * grad_out[:num_real].double()).abs().sum(1)
+    tolerance = 2.0**-20 if dtype == torch.float32 else 2.0**-15  # the fast sigmoid is within 1e-5
+    assert ((gradients[1][:num_real] - expected_weights).abs() <= tolerance * terms + 1e-6).all()
+
+
+def test_the_weighted_custom_ops_keep_the_rules_of_pytorch() -> None:
+    rows, weights = drawn((6, 32), torch.float32).requires_grad_(), drawn((6,), torch.float32).requires_grad_()
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device="cuda")
+    torch.library.opcheck(weighted_swiglu_op, (rows, weights, offsets))
+    grad = drawn((6, 16), torch.float32)
+    torch.library.opcheck(weighted_swiglu_backward_op, (rows.detach(), weights.detach(), grad, offsets))
 
 
 def test_a_second_derivative_is_refused_with_a_sentence() -> None:

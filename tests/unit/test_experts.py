@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from typing import Any
@@ -107,6 +108,32 @@ def test_experts_without_rows_get_gradients_of_exactly_zero(sizes: list[int], ac
             for local, size in enumerate(sizes):
                 if size == 0:
                     assert (parameter.grad[local] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [[2, 3, 1], [0, 6, 0], [0, 0, 0]])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_weights_inside_are_weights_behind(sizes: list[int], activation: str, by_offsets: bool) -> None:
+    """A row's weight between the projections does what it does to the result, with the same gradients; case G01."""
+    torch.manual_seed(0)
+    experts = make_experts(3, activation=activation).double()
+    rows = torch.randn(sum(sizes), H, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(sum(sizes), dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    leaves = [rows, weights, *experts.parameters()]
+    inside = experts(rows, None if by_offsets else sizes, offsets, weights)
+    behind = experts(rows, sizes) * weights[:, None]
+    torch.testing.assert_close(inside, behind, rtol=1e-12, atol=1e-14)
+    grad = torch.randn_like(behind)
+    for ours, theirs in zip(
+        torch.autograd.grad(inside, leaves, grad), torch.autograd.grad(behind, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_of_the_wrong_number_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"row_weights_R has shape \[2\], but there are 3 rows"):
+        make_experts(2)(torch.zeros(3, H), [3, 0], row_weights_R=torch.ones(2))
 
 
 def test_weight_decay_reaches_unrouted_experts() -> None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_ep import _native
 from moe_ep.layers import kernels, routing_kernel, swiglu
+from moe_ep.layers.weighted_swiglu import weighted_swiglu_backward_op, weighted_swiglu_op
 from moe_ep.layers.wrap import keep_exchange
 from tests.unit.router_helpers import make_config
 
@@ -61,6 +62,13 @@ def test_swiglu_refuses_impossible_sizes_before_any_launch(change: dict[str, int
         _native.require().swiglu_backward(
             projected=0, grad_out=0, grad_projected=0, num_rows_device=0, stream=0, **arguments
         )
+    addresses = {"projected": 0, "row_weights": 0, "num_rows_device": 0, "stream": 0}
+    with pytest.raises(RuntimeError, match=message):
+        _native.require().weighted_swiglu(out=0, **addresses, **arguments)
+    with pytest.raises(RuntimeError, match=message):
+        _native.require().weighted_swiglu_backward(
+            grad_out=0, grad_projected=0, grad_weights=0, **addresses, **arguments
+        )
 
 
 def test_tensors_on_the_cpu_take_the_formulas() -> None:
@@ -79,6 +87,7 @@ def test_whether_kernels_are_installed_is_a_constant_in_a_compiled_graph() -> No
 def test_selective_checkpointing_keeps_the_choice_of_the_kernel() -> None:
     assert keep_exchange(None, routing_kernel.route_op._opoverload) == CheckpointPolicy.MUST_SAVE
     assert keep_exchange(None, swiglu.swiglu_op._opoverload) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep_exchange(None, weighted_swiglu_op._opoverload) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("needs_probs", [False, True])
@@ -95,3 +104,11 @@ def test_the_custom_ops_know_their_shapes_without_a_gpu(needs_probs: bool) -> No
     out = swiglu.swiglu_op(projected, None)
     assert (out.shape, out.dtype) == ((3, 4, 6), torch.bfloat16)
     assert swiglu.swiglu_backward_op(projected, out, None).shape == projected.shape
+    rows, weights = projected[0], torch.zeros(4, device="meta")
+    out = weighted_swiglu_op(rows, weights, None)
+    assert (out.shape, out.dtype) == ((4, 6), torch.bfloat16)
+    gradients = weighted_swiglu_backward_op(rows, weights, out, None)
+    assert [(gradient.shape, gradient.dtype) for gradient in gradients] == [
+        (rows.shape, torch.bfloat16),
+        (weights.shape, torch.float32),
+    ]
