@@ -199,6 +199,9 @@ __device__ void plan(const Worker& worker, const Call& call, const MoveInput& in
     const uint32_t ticket = __shfl_sync(kFullWarp, upcoming, 0);
     upcoming = draw();
     const MoveWork work = move_work(world, in, ticket, most);
+    if (work.kind == MoveWork::kNothing) {  // a pull of the lead: publishing goes on without the verdict
+      continue;
+    }
     const bool needs_verdict = work.kind != MoveWork::kOwn || !fits;
     if ((needs_verdict && verdict.ask(call, turn) != kGo) || work.kind == MoveWork::kEnd) {
       for (int i = 0; i < kBatches; ++i) {

@@ -209,6 +209,9 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     for (;;) {
       uint32_t ticket = team.take_ticket(world.state);
       const MoveWork work = move_work(world, in, ticket, most);
+      if (work.kind == MoveWork::kNothing) {
+        continue;
+      }
       const bool pulls = work.kind == MoveWork::kPull && !overflowed;
       const bool needs_verdict = work.kind != MoveWork::kOwn || !fits;
       if ((needs_verdict && late_verdict.ask(call, turn) != kGo) || (pulls && !chunk_arrived(world, turn, work))) {
