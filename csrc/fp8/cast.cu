@@ -1,7 +1,5 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common/check.h"
+#include "common/float_math.cuh"
 #include "common/grid.h"
 #include "fp8/cast.h"
 #include "fp8/math.cuh"
@@ -15,10 +13,6 @@ constexpr int kLanes = 16;
 constexpr int kElemsPerLane = kBlockElems / kLanes;
 constexpr int kThreads = 1024;
 constexpr int kGroupsPerCudaBlock = kThreads / kLanes;
-
-__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ float to_float(__half value) { return __half2float(value); }
-__device__ float to_float(float value) { return value; }
 
 template <typename Elem>
 struct alignas(16) Pack {

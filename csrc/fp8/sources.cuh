@@ -1,11 +1,11 @@
 // What csrc/fp8/tiles.cu casts: 4 neighbouring elements of a row at a time, read as they are or computed on the way.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
 
+#include "common/float_math.cuh"
 #include "fp8/tiles.h"
 
 namespace moe_ep {
@@ -14,18 +14,6 @@ namespace {
 constexpr int kTile = 128;
 constexpr int kWarpSize = 32;
 constexpr int kPerLane = kTile / kWarpSize;  // neighbouring elements of a row
-
-__device__ float widened(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ float widened(float value) { return value; }
-
-template <typename Elem>
-__device__ Elem narrowed(float value) {
-  if constexpr (sizeof(Elem) == 4) {
-    return value;
-  } else {
-    return __float2bfloat16_rn(value);
-  }
-}
 
 template <typename Elem>
 struct alignas(sizeof(Elem) * kPerLane) Quad {
@@ -76,16 +64,6 @@ struct RowsSource {
   }
 };
 
-// As csrc/layer/swiglu.cu: the fast exponential and division do for 2 bytes.
-template <typename Elem>
-__device__ float sigmoid(float gate) {
-  if constexpr (sizeof(Elem) == 4) {
-    return 1.0f / (1.0f + expf(-gate));
-  } else {
-    return __fdividef(1.0f, 1.0f + __expf(-gate));
-  }
-}
-
 template <typename Elem>
 struct SwigluSource {
   using Stored = Elem;
@@ -100,8 +78,8 @@ struct SwigluSource {
     Quad<Elem> result;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const float gate = widened(gates.elems[i]);
-      result.elems[i] = narrowed<Elem>(gate * sigmoid<Elem>(gate) * widened(ups.elems[i]));
+      const float gate = to_float(gates.elems[i]);
+      result.elems[i] = from_float<Elem>(gate * sigmoid<Elem>(gate) * to_float(ups.elems[i]));
     }
     return result;
   }
@@ -131,11 +109,11 @@ struct SwigluGradSource {
     Quad<Elem> result;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const float gate = widened(gates.elems[i]);
-      const float grad = widened(gradients.elems[i]);
+      const float gate = to_float(gates.elems[i]);
+      const float grad = to_float(gradients.elems[i]);
       const float s = sigmoid<Elem>(gate);
-      const float of_gate = grad * widened(ups.elems[i]) * s * (1.0f + gate * (1.0f - s));
-      result.elems[i] = narrowed<Elem>(is_up ? grad * (gate * s) : of_gate);
+      const float of_gate = grad * to_float(ups.elems[i]) * s * (1.0f + gate * (1.0f - s));
+      result.elems[i] = from_float<Elem>(is_up ? grad * (gate * s) : of_gate);
     }
     return result;
   }
