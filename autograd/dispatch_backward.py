@@ -30,6 +30,9 @@ class Arrival(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         plan, rows = arrived
         ctx.backend, ctx.handle = buffer.backend, plan.handle
+        # What recompute without re-entry brings back: so it repeats the dispatch on every rank, also on one without
+        # experts, whose part of the graph keeps nothing else behind the dispatch.
+        ctx.save_for_backward(rows.new_empty(0))
         # No gradient comes for what no rank wants one of.
         frozen = [] if plan.handle.x_needs_grad else [rows]
         if plan.row_weights is not None and not plan.handle.weights_need_grad:
@@ -52,6 +55,7 @@ def backward_of_dispatch(
     ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     """Gradients of the inputs of `Arrival`."""
+    assert len(ctx.saved_tensors) == 1  # looked at before the exchange: a recompute begins here at the latest
     grad_x, grad_weights = ctx.backend.dispatch_backward(ctx.handle, grad_rows, grad_row_weights)
     return (
         grad_x if ctx.needs_input_grad[0] else None,  # x
