@@ -60,18 +60,6 @@ Fp8Operand operand_from(const std::string& scaling, bool is_e5m2) {
   return {Fp8Scaling::kTensor, is_e5m2};
 }
 
-ProductType product_type_from(const std::string& name) {
-  switch (row_type_from(name)) {
-    case RowType::kBFloat16:
-      return ProductType::kBFloat16;
-    case RowType::kFloat16:
-      return ProductType::kFloat16;
-    case RowType::kFloat32:
-      break;
-  }
-  return ProductType::kFloat32;
-}
-
 std::unique_ptr<Fp8Products> make_products(const std::vector<uintptr_t>& workspaces, size_t workspace_bytes) {
   std::vector<void*> pointers;
   for (const uintptr_t workspace : workspaces) {
@@ -95,7 +83,7 @@ void multiply(Fp8Products& self, const std::vector<int64_t>& sizes, const std::v
                         pointer_from<const void>(at[2]), pointer_from<const void>(at[3]), pointer_from<void>(at[4])});
   }
   self.multiply(products, operand_from(a_scaling, a_is_e5m2), operand_from(b_scaling, b_is_e5m2),
-                product_type_from(out_dtype), stream_from(stream));
+                row_type_from(out_dtype), stream_from(stream));
 }
 
 }  // namespace

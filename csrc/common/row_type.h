@@ -1,4 +1,4 @@
-// The dtypes of rows that casts and the layer's kernels take.
+// The dtypes of rows that casts and the layer's kernels take, and that FP8 products give.
 #pragma once
 
 namespace moe_ep {

@@ -90,13 +90,13 @@ cublasLtMatmulMatrixScale_t scale_mode(Fp8Scaling scaling) {
   return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
 }
 
-cudaDataType_t type_of(ProductType type) {
+cudaDataType_t type_of(RowType type) {
   switch (type) {
-    case ProductType::kBFloat16:
+    case RowType::kBFloat16:
       return CUDA_R_16BF;
-    case ProductType::kFloat16:
+    case RowType::kFloat16:
       return CUDA_R_16F;
-    case ProductType::kFloat32:
+    case RowType::kFloat32:
       break;
   }
   return CUDA_R_32F;
@@ -128,7 +128,7 @@ class Fp8Products::Impl {
   // Streams and events stay: this lives as long as the process, whose end may come after the driver's.
   ~Impl() { library().destroy(handle_); }
 
-  void multiply(const std::vector<Fp8Product>& products, Fp8Operand a, Fp8Operand b, ProductType type,
+  void multiply(const std::vector<Fp8Product>& products, Fp8Operand a, Fp8Operand b, RowType type,
                 cudaStream_t stream) {
     const std::lock_guard<std::mutex> alone(mutex_);
     cublasLtMatmulDescOpaque_t desc = describe(a, b);
@@ -181,7 +181,7 @@ class Fp8Products::Impl {
     return static_cast<uint32_t>(all & (~all + 1));
   }
 
-  void one(const Fp8Product& product, Fp8Operand a, Fp8Operand b, ProductType type, cublasLtMatmulDescOpaque_t& desc,
+  void one(const Fp8Product& product, Fp8Operand a, Fp8Operand b, RowType type, cublasLtMatmulDescOpaque_t& desc,
            int at) {
     set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.a_scales);
     set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.b_scales);
@@ -233,7 +233,7 @@ std::string fp8_products_obstacle() { return library().obstacle; }
 class Fp8Products::Impl {
  public:
   Impl(const std::vector<void*>&, size_t) { fail("fp8_products: ", fp8_products_obstacle(), "."); }
-  void multiply(const std::vector<Fp8Product>&, Fp8Operand, Fp8Operand, ProductType, cudaStream_t) {}
+  void multiply(const std::vector<Fp8Product>&, Fp8Operand, Fp8Operand, RowType, cudaStream_t) {}
 };
 
 std::string fp8_products_obstacle() { return "moe_ep._C was built without cublasLt.h of CUDA 12.9 or newer"; }
@@ -245,7 +245,7 @@ Fp8Products::Fp8Products(const std::vector<void*>& workspaces, size_t workspace_
 
 Fp8Products::~Fp8Products() = default;
 
-void Fp8Products::multiply(const std::vector<Fp8Product>& products, Fp8Operand a, Fp8Operand b, ProductType type,
+void Fp8Products::multiply(const std::vector<Fp8Product>& products, Fp8Operand a, Fp8Operand b, RowType type,
                            cudaStream_t stream) {
   impl_->multiply(products, a, b, type, stream);
 }

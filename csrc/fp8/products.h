@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "common/row_type.h"
+
 namespace moe_ep {
 
 // What one scale is for: moe_ep/fp8/matrix.py has the layouts.
@@ -32,8 +34,6 @@ struct Fp8Product {
   void* out;
 };
 
-enum class ProductType { kBFloat16, kFloat16, kFloat32 };
-
 // Why this build or this machine cannot multiply, as the middle of a sentence; empty if it can.
 std::string fp8_products_obstacle();
 
@@ -48,8 +48,7 @@ class Fp8Products {
   ~Fp8Products();
 
   // Behind what `stream` holds; `stream` goes on behind all of them. Does not wait for the device.
-  void multiply(const std::vector<Fp8Product>& products, Fp8Operand a, Fp8Operand b, ProductType type,
-                cudaStream_t stream);
+  void multiply(const std::vector<Fp8Product>& products, Fp8Operand a, Fp8Operand b, RowType type, cudaStream_t stream);
 
  private:
   class Impl;

@@ -212,8 +212,9 @@ __device__ void add_rows(Team<Wide>& team, const CombineInput& in, int64_t first
         }
       } else {
         int at = team.thread() * 16;
-        for (; at + kStep < num_bytes; at += 2 * kStep) {
-          add_columns<2, Elem>(team, in, row, item, out, offset, at);
+        static_assert(kTermColumns == 2, "what is left of a piece is one column");
+        for (; at + kStep < num_bytes; at += kTermColumns * kStep) {
+          add_columns<kTermColumns, Elem>(team, in, row, item, out, offset, at);
         }
         if (at < num_bytes) {
           add_columns<1, Elem>(team, in, row, item, out, offset, at);

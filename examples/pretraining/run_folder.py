@@ -19,10 +19,9 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.picture = root / "curves.png"
         self.data = root / "data"
-        self.new_data = root.with_name(
-            f"{root.name}.new-data"
-        )  # of a run that has not begun, beside one that lies there
         self.checkpoints = root / "checkpoints"
+        # Of a run that has not begun, beside one that lies there.
+        self.new_data = root.with_name(f"{root.name}.new-data")
 
     def find_checkpoint(self, resume: str) -> Path:
         """The checkpoint that `--resume` names: "latest" of this run, or a folder.

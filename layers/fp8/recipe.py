@@ -82,8 +82,36 @@ def make_recipe(config: FP8Config) -> Fp8Recipe:
     return PerTensor(config.recipe == "delayed", config.power_of_two_scales)
 
 
-class Blockwise:
-    """One scale for 1x128 elements, and for 128x128 of a weight."""
+class _CastAsTheyAre:
+    """Activations and their gradients of a recipe that casts what has been written, by its own `cast`."""
+
+    def activations(
+        self: Fp8Recipe,
+        projected: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool = False,
+        columns: bool = False,
+    ) -> Fp8Cast:
+        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+
+    def activation_grads(
+        self: Fp8Recipe,
+        projected: Tensor,
+        grad_inner: Tensor,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool,
+        columns: bool,
+    ) -> Fp8Cast:
+        grad_projected = activation_grad(projected, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
+
+
+class Blockwise(_CastAsTheyAre):
+    """One scale for 1x128 elements, and for 128x128 of a weight. SwiGLU and its gradient are cast unwritten on CUDA."""
 
     alignment = 16
 
@@ -105,7 +133,7 @@ class Blockwise:
     ) -> Fp8Cast:
         if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
             return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two, rows=rows, columns=columns)
-        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+        return super().activations(projected, activation, ranges, rows=rows, columns=columns)
 
     def activation_grads(
         self,
@@ -121,8 +149,7 @@ class Blockwise:
             return fp8_blocks.cast_swiglu_grad(
                 projected, grad_inner, ranges, self._power_of_two, rows=rows, columns=columns
             )
-        grad_projected = activation_grad(projected, grad_inner, activation)
-        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
+        return super().activation_grads(projected, grad_inner, activation, ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)
@@ -131,7 +158,7 @@ class Blockwise:
         return fp8_blocks.cast_weights(weight_LOI, self._power_of_two, columns=columns)
 
 
-class PerTensor:
+class PerTensor(_CastAsTheyAre):
     """One scale a tensor: from its own largest element, or (delayed) from that of earlier calls where it is larger.
 
     The history is not part of a state dict.
@@ -154,24 +181,6 @@ class PerTensor:
 
     def transposed(self, rows: Fp8Rows, ranges: RowRanges) -> Fp8Matrices:
         return _transposed(self.arrived(rows, ranges))
-
-    def activations(
-        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
-    ) -> Fp8Cast:
-        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
-
-    def activation_grads(
-        self,
-        projected: Tensor,
-        grad_inner: Tensor,
-        activation: Activation,
-        ranges: RowRanges,
-        *,
-        rows: bool,
-        columns: bool,
-    ) -> Fp8Cast:
-        grad_projected = activation_grad(projected, grad_inner, activation)
-        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         dtype = torch.float8_e5m2 if name.startswith("grad") else torch.float8_e4m3fn

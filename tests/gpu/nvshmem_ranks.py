@@ -18,5 +18,5 @@ def nvshmem_pool() -> Pool:
     if importlib.util.find_spec("moe_ep._C_nvshmem") is None:
         pytest.skip("needs moe_ep._C_nvshmem, which this install was made without: build it where the wheel is")
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip(f"needs a GPU for each of two ranks, and there is {torch.cuda.device_count()}")
     return Pool(2, on_cuda=True)

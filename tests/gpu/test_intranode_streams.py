@@ -310,6 +310,6 @@ def _from_another_device(group: dist.ProcessGroup) -> None:
         assert_same_bits(y, expected, "while another device is current")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, so that another one can be current")
 def test_calls_run_on_the_buffers_device_whichever_is_current(ranks: Pools) -> None:
     ranks.run(_from_another_device, 1)
