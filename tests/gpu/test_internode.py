@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(2, 1), (3, 1), (1, 2), (2, 2), (2, 4), (4, 2)]  # (nodes, ranks a node)
 ROOMY, TIGHT = 1 << 22, 2048  # bytes of a rail: one round that holds everything, and many
 CASES = [("compact", torch.bfloat16), ("expert_major", torch.bfloat16), ("expert_major", torch.float32)]
-run_of = Callable[..., list[Any]]
 
 
 def _every_routing(
@@ -139,35 +138,44 @@ def test_a_node_that_sends_nothing_is_named_with_the_hop_and_reset_makes_the_buf
 # -- over NVSHMEM -----------------------------------------------------------------------------------------------------
 
 
-def _described(group: dist.ProcessGroup, hop: str) -> str:
+def _described(group: dist.ProcessGroup, hop: str, ranks_per_node: int) -> str:
     """Topology and transport of a rank."""
-    with moe_ep.Buffer(group, backend="internode", hop=hop, ranks_per_node=1, timeout_secs=60) as buffer:
+    with moe_ep.Buffer(group, backend="internode", hop=hop, ranks_per_node=ranks_per_node, timeout_secs=60) as buffer:
         return f"rank {buffer.rank}: {buffer!r}"
 
 
-@pytest.fixture(scope="module")
-def over_nvshmem() -> Iterator[run_of]:
-    """Runs a function on them."""
-    pool = nvshmem_pool()
-    print(*pool.run(_described, 2, ("nvshmem",), 120.0), sep="\n")  # noqa: T201 (what a reader of the log looks for)
+class _OverNvshmem(NamedTuple):
+    """Processes in which NVSHMEM has begun, `ranks_per_node` of them a node."""
 
-    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return pool.run(function, 2, args, 150.0)
+    pool: Pool
+    ranks_per_node: int
 
-    yield run
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.pool.run(function, self.pool.size, args, 150.0)
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2-1", "2-2"])
+def over_nvshmem(request: pytest.FixtureRequest) -> Iterator[_OverNvshmem]:
+    num_nodes, ranks_per_node = request.param
+    pool = nvshmem_pool(num_nodes * ranks_per_node)
+    lines = pool.run(_described, pool.size, ("nvshmem", ranks_per_node), 120.0)
+    print(*lines, sep="\n")  # noqa: T201 (what a reader of the log looks for)
+    yield _OverNvshmem(pool, ranks_per_node)
     pool.close()
 
 
 @pytest.mark.parametrize(("layout", "dtype"), CASES)
-def test_rows_sums_and_gradients_over_nvshmem(over_nvshmem: run_of, layout: str, dtype: torch.dtype) -> None:
-    assert over_nvshmem(_every_routing, "nvshmem", 1, layout, dtype, False, ROOMY) == [NUM_CHECKS] * 2
+def test_rows_sums_and_gradients_over_nvshmem(over_nvshmem: _OverNvshmem, layout: str, dtype: torch.dtype) -> None:
+    checks = over_nvshmem.run(_every_routing, "nvshmem", over_nvshmem.ranks_per_node, layout, dtype, False, ROOMY)
+    assert checks == [NUM_CHECKS] * over_nvshmem.pool.size
 
 
-def test_rounds_of_few_rows_over_nvshmem(over_nvshmem: run_of) -> None:
-    args = ("nvshmem", 1, "expert_major", torch.bfloat16, False, TIGHT)
-    assert over_nvshmem(_every_routing, *args) == [NUM_CHECKS] * 2
+def test_rounds_of_few_rows_over_nvshmem(over_nvshmem: _OverNvshmem) -> None:
+    args = ("nvshmem", over_nvshmem.ranks_per_node, "expert_major", torch.bfloat16, False, TIGHT)
+    assert over_nvshmem.run(_every_routing, *args) == [NUM_CHECKS] * over_nvshmem.pool.size
 
 
 @pytest.mark.parametrize("layout", ["compact", "expert_major"])
-def test_many_tokens_over_nvshmem(over_nvshmem: run_of, layout: str) -> None:
-    assert all(num > 0 for num in over_nvshmem(as_torch_does, "nvshmem", "cuda", 1, layout, 700, 1024))
+def test_many_tokens_over_nvshmem(over_nvshmem: _OverNvshmem, layout: str) -> None:
+    args = ("nvshmem", "cuda", over_nvshmem.ranks_per_node, layout, 700, 1024)
+    assert all(num > 0 for num in over_nvshmem.run(as_torch_does, *args))

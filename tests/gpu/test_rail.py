@@ -42,7 +42,7 @@ def test_a_node_that_does_not_send_is_named_over_ipc(ranks: Pools) -> None:
 @pytest.fixture(scope="module")
 def over_nvshmem() -> Iterator[Pool]:
     """Ranks with NVSHMEM."""
-    pool = nvshmem_pool()
+    pool = nvshmem_pool(2)
     print("NVSHMEM", pool.run(start_nvshmem, 2, (), 120.0)[0])  # noqa: T201 (what a reader of the log looks for)
     yield pool
     pool.close()
