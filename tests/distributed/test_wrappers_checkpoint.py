@@ -106,6 +106,9 @@ def assert_exchanges(ranks: Pools, mode: str, world: int, backend: str = "auto")
     """Exchanges, runs of the experts and every bit, against a step without recompute."""
     times = 2 if mode in ("plain", "reentrant") else 1
     expected = {name: 1 if "backward" in name else times for name in EXCHANGES if name != "all_reduce"}
+    if mode == "plain" and backend == "intranode":
+        # The shared expert has run while the rows travelled, so nothing behind combine is kept: PyTorch stops there.
+        expected |= {"open_combine": 1, "combine": 1}
     plain = ranks.run(one_step, world, "none", backend)
     recomputed = ranks.run(one_step, world, mode, backend)
     for (results, counts, num_runs), (unchanged, _, _) in zip(recomputed, plain, strict=True):

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,13 @@ def test_more_rows_than_m_and_bad_ids_are_told_at_the_next_look(ranks: Pools, wo
     assert others == [("", "")] * (world - 1)
 
 
+def _with_value(idx: Tensor, place: Any, value: int) -> Tensor:
+    """[T, K] of no experts but `value` at `place`, where that is one; everywhere, where it is `...`."""
+    ids = torch.full_like(idx, -1)
+    ids[place] = value
+    return ids
+
+
 def _faults_in_a_row(group: dist.ProcessGroup) -> tuple[str, str]:
     """Rank 0 names expert 0, then expert 1, too often, then two ids that are none, before the host looks."""
     scene = scene_of(group, "random", "equal", num_topk=3)
@@ -179,11 +187,9 @@ def _faults_in_a_row(group: dist.ProcessGroup) -> tuple[str, str]:
         x, idx, _ = scene.own
         said = []
         for wrong in (((..., 0), (..., 1)), (((1, 2), scene.num_experts), ((0, 1), scene.num_experts + 1))):
+            given = [_with_value(idx, *what) if buffer.rank == 0 else idx for what in wrong]
             torch.cuda._sleep(500_000_000)  # the calls are made before the first of them begins
-            for place, value in wrong:
-                ids = idx.clone() if place is ... else torch.full_like(idx, -1)
-                if buffer.rank == 0:
-                    ids[place] = value
+            for ids in given:
                 buffer.low_latency_dispatch(x, ids, len(x), scene.num_experts, use_fp8=False)
             torch.cuda.synchronize()
             said.append(caught(buffer.check)[1])
