@@ -56,6 +56,7 @@ class LayerShape:
 SHAPES = {
     "qwen3-30b": LayerShape(16384, 2048, 768, 128, 8),
     "deepseek-v3-e64": LayerShape(4096, 7168, 2048, 64, 8),
+    "deepseek-v3-e32": LayerShape(4096, 7168, 2048, 32, 8),  # on one GPU: what each of two has to do of the shape above
     "deepseek-v3-e64-shared": LayerShape(4096, 7168, 2048, 64, 8, shared_ffn=2048),
     "tiny": LayerShape(256, 64, 32, 8, 2),
     "tiny-shared": LayerShape(256, 64, 32, 8, 2, shared_ffn=32),
