@@ -68,6 +68,7 @@ class MoELayer(nn.Module):
             num_sms=config.ep.comm_sms,
             timeout_secs=config.ep.timeout_secs,
             ranks_per_node=config.ep.ranks_per_node,
+            hop=config.ep.hop,
         )
         placement = self.buffer.placement(config.num_experts)
         self.router = TopKRouter(config, self.buffer)

@@ -46,14 +46,18 @@ def router_problems(router: RouterConfig) -> list[Problem]:
 
 def ep_problems(ep: EPConfig) -> list[Problem]:
     """Only one backend knows nodes."""
-    if ep.ranks_per_node is None or ep.backend == "internode":
+    if ep.backend == "internode":
         return []
-    path = (*ep.section, "ranks_per_node")
-    text = (
-        f"{dotted(path)} is {ep.ranks_per_node}, but moe.ep.backend is {ep.backend}, which knows no nodes. Set the "
-        "backend to internode, or ranks_per_node to null."
-    )
-    return [Problem(path, text)]
+    given = {"ranks_per_node": (ep.ranks_per_node, "null"), "hop": (None if ep.hop == "auto" else ep.hop, "auto")}
+    return [
+        Problem(
+            (*ep.section, name),
+            f"{dotted((*ep.section, name))} is {value}, but moe.ep.backend is {ep.backend}, which knows no nodes. Set "
+            f"the backend to internode, or {name} to {without}.",
+        )
+        for name, (value, without) in given.items()
+        if value is not None
+    ]
 
 
 def moe_problems(moe: MoEConfig, max_topk: int) -> list[Problem]:

@@ -123,6 +123,9 @@ class EPConfig(Section):
     ranks_per_node: Count | None = Field(
         default=None, description="ranks that make a node for the internode backend; null = those on one host"
     )
+    hop: Literal["auto", "torch", "ipc", "nvshmem"] = Field(
+        default="auto", description="what carries rows between nodes for the internode backend"
+    )
     comm_sms: Count | None = Field(
         default=None, description="SM budget of the communication kernels; null = their default"
     )

@@ -46,6 +46,7 @@ def test_the_defaults_are_those_of_the_reference() -> None:
             "size": "auto",
             "backend": "auto",
             "ranks_per_node": None,
+            "hop": "auto",
             "comm_sms": None,
             "timeout_secs": 100.0,
             "alignment": 1,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_ep.config import Config, ModelConfig, MoEConfig, RouterConfig, TrainConfig
+from moe_ep.config import Config, EPConfig, ModelConfig, MoEConfig, RouterConfig, TrainConfig
 from moe_ep.errors import ConfigError
 
 
@@ -127,3 +127,14 @@ def test_the_sections_of_a_file_fit_each_other() -> None:
         "model.hidden_size is 16, but moe.hidden_size is 8. The layers share one token width: make the two equal.",
         "train.seq_len is 8, but model.max_seq_len is 4. Set seq_len to at most 4, or raise max_seq_len.",
     ]
+
+
+@pytest.mark.parametrize(("name", "value", "without"), [("ranks_per_node", 8, "null"), ("hop", "nvshmem", "auto")])
+def test_only_the_backend_between_nodes_knows_nodes(name: str, value: Any, without: str) -> None:
+    assert getattr(EPConfig(backend="internode", **{name: value}), name) == value
+    with pytest.raises(ConfigError) as raised:
+        EPConfig(**{name: value})
+    assert str(raised.value) == (
+        f"moe.ep.{name} is {value}, but moe.ep.backend is auto, which knows no nodes. Set the backend to internode, or "
+        f"{name} to {without}."
+    )
