@@ -49,7 +49,7 @@ def test_rows_sums_and_gradients_are_those_of_the_loops(
 def _late_rank(group: dist.ProcessGroup) -> float:
     """Rank 1 stays away from one dispatch; rank 0 raises within its limit, and after reset() both go on."""
     rank = dist.get_rank(group)
-    buffer = moe_ep.Buffer(group, timeout_secs=6)
+    buffer = moe_ep.Buffer(group, backend="torch", timeout_secs=6)
     x = torch.ones(3, 8, device="cuda")
     idx = torch.tensor([[0], [1], [1]], device="cuda")
     moe_ep.dispatch(buffer, x, idx, num_experts=2)
