@@ -125,14 +125,14 @@ def hooked(
 class Report:
     """Makes the rows, prints and keeps them."""
 
-    def __init__(self, world: World, out: Path | None) -> None:
+    def __init__(self, world: World, out: Path | None, append: bool) -> None:
         self.world, self.out = world, out
         self.ceiling_gbps = gpu_ceiling(world)
         note = missing(world)
         self.origin = records.Origin.here([note] if note else [])
         self.rows: list[records.Record] = []
         if world.rank == 0 and out is not None:
-            records.write(out, [])
+            records.write(out, [], append)
 
     def add(self, job: Job, op: str, times: Times, system: str = "moe_ep") -> None:
         base = op.removesuffix("_steady").removesuffix("_hook")
@@ -169,7 +169,7 @@ def measure(world: World, args: argparse.Namespace) -> None:
     """All rows. Collective."""
     align = Aligner(world, "intranode")
     clock = CudaClock(world, args.iterations, align.wait)
-    report = Report(world, args.out)
+    report = Report(world, args.out, args.append)
     most = max(args.tokens)
     peer = None
     if missing(world) is None:
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--out", type=Path, help="JSON lines (default: benchmarks/results/low_latency-...)")
+    parser.add_argument("--append", action="store_true", help="keep what the file already holds")
     parser.add_argument("--png", type=Path, help="picture of latency against tokens (default: beside the rows)")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ from benchmarks.peers import PEERS
 from benchmarks.processes import World
 from benchmarks.records import read
 from benchmarks.routing import Shape, Traffic, choose, owners, row_bytes
-from benchmarks.timing import percentiles
+from benchmarks.timing import behind_mark, percentiles
 
 ROOT = Path(__file__).parents[2]
 CPU = World(0, 2, torch.device("cpu"), 0, False)
@@ -127,6 +127,16 @@ def test_moved_rows_are_compared_bit_for_bit_and_sums_within_a_tolerance() -> No
 
 def test_percentiles_lie_within_the_samples() -> None:
     assert percentiles([1.0, 2.0]) == (1.5, pytest.approx(1.1), pytest.approx(1.9))
+
+
+def test_a_profile_begins_behind_the_call_in_which_ranks_wait_for_each_other() -> None:
+    first, mark, second = (
+        ("moe_ep_plan", 0.0, 16000.0),
+        ("at::spin_kernel(long)", 16001.0, 16002.0),
+        ("gemm", 16003.0, 1e5),
+    )
+    assert behind_mark([second, first, mark]) == [second]
+    assert behind_mark([first, second]) == [first, second]
 
 
 def test_a_step_is_split_into_parts_that_add_up_to_its_span() -> None:
