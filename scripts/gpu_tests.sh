@@ -27,7 +27,7 @@ run_tests() {
   [ "$code" -eq 5 ] || return "$code"
 }
 
-# One file of several at a time: its last line, and all that it printed if it failed.
+# One file of several at a time: its last line, what it ran on, what it left out and why; and all of it if it failed.
 run_file() {
   local file=$1 name code=0
   shift
@@ -35,6 +35,7 @@ run_file() {
   run_tests "$name" "not no_mps" "$file" "$@" > "$reports/$name.log" 2>&1 || code=$?
   [ "$code" -eq 0 ] || cat "$reports/$name.log"
   echo "$file: $(tail -n 1 "$reports/$name.log")"
+  grep -E "^(SKIPPED|internode, |NVSHMEM)" "$reports/$name.log" | sort -u
   return "$code"
 }
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from tests.helpers.ranks import Pools
+
+_SAID = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Takes lines that are printed once, behind the tests: what they ran on."""
+    return pytestconfig.stash.setdefault(_SAID, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in dict.fromkeys(config.stash.get(_SAID, [])):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

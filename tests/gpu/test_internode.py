@@ -44,9 +44,10 @@ NUM_CHECKS = len(ROUTINGS) * len(TOKEN_COUNTS)
 @pytest.mark.parametrize(("layout", "dtype"), CASES)
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), SHAPES)
 def test_rows_sums_and_gradients_are_those_of_the_loops(
-    ranks: Pools, num_nodes: int, ranks_per_node: int, layout: str, dtype: torch.dtype
+    ranks: Pools, say: Callable[[str], None], num_nodes: int, ranks_per_node: int, layout: str, dtype: torch.dtype
 ) -> None:
     world, args = num_nodes * ranks_per_node, ("ipc", ranks_per_node, layout, dtype, False, ROOMY)
+    say(ranks.run(_described, world, "ipc", ranks_per_node)[0])
     assert ranks.run(_every_routing, world, *args, timeout_secs=100) == [NUM_CHECKS] * world
 
 
@@ -141,7 +142,7 @@ def test_a_node_that_sends_nothing_is_named_with_the_hop_and_reset_makes_the_buf
 def _described(group: dist.ProcessGroup, hop: str, ranks_per_node: int) -> str:
     """Topology and transport of a rank."""
     with moe_ep.Buffer(group, backend="internode", hop=hop, ranks_per_node=ranks_per_node, timeout_secs=60) as buffer:
-        return f"rank {buffer.rank}: {buffer!r}"
+        return f"internode, {ranks_per_node} ranks a node: {buffer!r}"
 
 
 class _OverNvshmem(NamedTuple):
@@ -155,11 +156,11 @@ class _OverNvshmem(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2-1", "2-2"])
-def over_nvshmem(request: pytest.FixtureRequest) -> Iterator[_OverNvshmem]:
+def over_nvshmem(request: pytest.FixtureRequest, say: Callable[[str], None]) -> Iterator[_OverNvshmem]:
     num_nodes, ranks_per_node = request.param
     pool = nvshmem_pool(num_nodes * ranks_per_node)
-    lines = pool.run(_described, pool.size, ("nvshmem", ranks_per_node), 120.0)
-    print(*lines, sep="\n")  # noqa: T201 (what a reader of the log looks for)
+    for line in pool.run(_described, pool.size, ("nvshmem", ranks_per_node), 120.0):
+        say(line)
     yield _OverNvshmem(pool, ranks_per_node)
     pool.close()
 

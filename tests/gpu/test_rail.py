@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -40,10 +40,10 @@ def test_a_node_that_does_not_send_is_named_over_ipc(ranks: Pools) -> None:
 
 
 @pytest.fixture(scope="module")
-def over_nvshmem() -> Iterator[Pool]:
+def over_nvshmem(say: Callable[[str], None]) -> Iterator[Pool]:
     """Ranks with NVSHMEM."""
     pool = nvshmem_pool(2)
-    print("NVSHMEM", pool.run(start_nvshmem, 2, (), 120.0)[0])  # noqa: T201 (what a reader of the log looks for)
+    say(" ".join(pool.run(start_nvshmem, 2, (), 120.0)[0].split()))
     yield pool
     pool.close()
 
