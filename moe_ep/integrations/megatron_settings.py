@@ -28,13 +28,14 @@ class Settings:
     """What the exchange is set to beside Megatron's own fields; the defaults add nothing to them.
 
     Attributes:
-        backend: "auto", "torch" or "intranode", as for `moe_ep.Buffer`.
+        backend: "auto", "torch", "intranode" or "internode", as for `moe_ep.Buffer`.
         num_sms: SM budget; None takes Megatron's `moe_flex_dispatcher_num_sms`, `moe_deepep_num_sms` or
             `moe_hybridep_num_sms`, whichever its version and backend use, and else the default of `Buffer`.
         timeout_secs: limit of every wait, in seconds.
         alignment: rows per expert are padded to a multiple of this, and of what FP8 asks for.
         exact: sum the rows of a token in slot order, whatever the number of ranks.
         size: ranks that are expected to share the experts, or "auto".
+        ranks_per_node, hop: what nodes are and what carries rows between them, for backend "internode".
     """
 
     backend: str = "auto"
@@ -43,6 +44,8 @@ class Settings:
     alignment: int = 1
     exact: bool = False
     size: int | str = "auto"
+    ranks_per_node: int | None = None
+    hop: str = "auto"
 
     @classmethod
     def of(cls, source: Settings | EPConfig | str | os.PathLike[str] | None) -> Settings:
@@ -56,7 +59,9 @@ class Settings:
         if isinstance(source, Settings):
             return source
         ep = source if isinstance(source, EPConfig) else load_config(source).moe.ep
-        return cls(ep.backend, ep.comm_sms, ep.timeout_secs, ep.alignment, ep.exact, ep.size)
+        return cls(
+            ep.backend, ep.comm_sms, ep.timeout_secs, ep.alignment, ep.exact, ep.size, ep.ranks_per_node, ep.hop
+        )
 
     def alignment_for(self, config: Any) -> int:
         """The padding of each expert's rows under Megatron's `config`."""
@@ -111,9 +116,16 @@ def shared_buffer(config: Any, group: dist.ProcessGroup, settings: Settings) -> 
     """
     budget = num_sms(config) if settings.num_sms is None else settings.num_sms
     owner = config.__dict__.setdefault(_EXCHANGES, _Exchanges())
-    key = (group, settings.backend, budget, settings.timeout_secs)
+    arguments = {
+        "backend": settings.backend,
+        "num_sms": budget,
+        "timeout_secs": settings.timeout_secs,
+        "ranks_per_node": settings.ranks_per_node,
+        "hop": settings.hop,
+    }
+    key = (group, *arguments.values())
     if key not in owner.buffers:
-        owner.buffers[key] = Buffer(group, backend=settings.backend, num_sms=budget, timeout_secs=settings.timeout_secs)
+        owner.buffers[key] = Buffer(group, **arguments)  # type: ignore[arg-type]
     buffer: Buffer = owner.buffers[key]
     return buffer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import pickle
@@ -116,11 +117,31 @@ def test_a_dense_layer_stays_as_it_is(dense: Any) -> None:
 
 
 def test_a_file_gives_the_settings_of_its_section_ep() -> None:
-    ep = EPConfig(backend="torch", comm_sms=12, timeout_secs=5.0, alignment=8, exact=True, size=4)
-    expected = Settings(backend="torch", num_sms=12, timeout_secs=5.0, alignment=8, exact=True, size=4)
-    assert Settings.of(ep) == expected
+    ep = EPConfig(
+        backend="internode",
+        comm_sms=12,
+        timeout_secs=5.0,
+        alignment=8,
+        exact=True,
+        size=4,
+        ranks_per_node=2,
+        hop="torch",
+    )
+    given = {"num_sms" if name == "comm_sms" else name: value for name, value in ep}
+    assert vars(Settings.of(ep)) == given
+    assert not given.items() & vars(Settings()).items()  # none is at its default, so none can be forgotten
     assert Settings.of(Path(__file__).parents[2] / "configs" / "megatron_tiny.yaml") == Settings(timeout_secs=60.0)
     assert Settings.of(None) == Settings()
+
+
+def test_the_buffer_knows_the_nodes_of_the_settings() -> None:
+    config = megatron_config(moe_deepep_num_sms=20)
+    settings = Settings(backend="internode", ranks_per_node=1, hop="torch")
+    buffer = megatron_settings.shared_buffer(config, None, settings)
+    assert (buffer.backend_name, buffer.num_sms) == ("internode", 20)
+    with pytest.raises(ConfigError, match="ranks_per_node is 2, but the EP group has 1 rank"):
+        megatron_settings.shared_buffer(config, None, dataclasses.replace(settings, ranks_per_node=2))
+    megatron_settings.close_buffers(config)
 
 
 def test_another_number_of_ranks_than_the_file_says_is_refused() -> None:
