@@ -185,7 +185,7 @@ def _parts(spans: list[Span]) -> dict[str, Times]:
 
 
 def _remote_bytes(world: World, shape: LayerShape, layer: Any, x: Tensor) -> int:
-    from moe_ep.integrations.megatron_dispatcher import expert_slots
+    from moe_ep.layers.slots_of_map import expert_slots
 
     with torch.no_grad():
         _, routing_map = layer.router(x.detach())

@@ -5,6 +5,7 @@
 
 #include "bindings/binding.h"
 #include "common/check.h"
+#include "layer/slots_of_map.h"
 #include "layer/swiglu.h"
 #include "layer/topk.h"
 
@@ -46,6 +47,19 @@ void topk_route_backward(uintptr_t logits, uintptr_t topk_idx, uintptr_t grad_we
                              pointer_from<const float>(grad_weights), pointer_from<const float>(grad_probs),
                              probs_stride, pointer_from<float>(grad_logits), num_tokens, num_experts, options, num_sms,
                              stream_from(stream));
+}
+
+void slots_of_map(uintptr_t map, uintptr_t probs, uintptr_t idx, uintptr_t weights, int64_t num_tokens, int num_experts,
+                  int num_slots, int num_sms, uintptr_t stream) {
+  launch_slots_of_map(pointer_from<const uint8_t>(map), pointer_from<const float>(probs), pointer_from<int64_t>(idx),
+                      pointer_from<float>(weights), num_tokens, num_experts, num_slots, num_sms, stream_from(stream));
+}
+
+void slots_of_map_backward(uintptr_t idx, uintptr_t grad_weights, uintptr_t grad_probs, int64_t num_tokens,
+                           int num_experts, int num_slots, int num_sms, uintptr_t stream) {
+  launch_slots_of_map_backward(pointer_from<const int64_t>(idx), pointer_from<const float>(grad_weights),
+                               pointer_from<float>(grad_probs), num_tokens, num_experts, num_slots, num_sms,
+                               stream_from(stream));
 }
 
 void swiglu(uintptr_t projected, const std::string& dtype, uintptr_t out, uintptr_t num_rows_device, int64_t num_rows,
@@ -96,6 +110,12 @@ void bind_layer_kernels(py::module_& module) {
              py::arg("grad_weights"), py::arg("grad_probs"), py::arg("probs_stride"), py::arg("grad_logits"),
              py::arg("num_tokens"), py::arg("num_experts"), py::arg("score_function"), py::arg("num_topk"),
              py::arg("normalize"), py::arg("scaling_factor"), py::arg("num_sms"), py::arg("stream"));
+  module.def("slots_of_map", &slots_of_map, no_gil, py::kw_only(), py::arg("map"), py::arg("probs"), py::arg("idx"),
+             py::arg("weights"), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_slots"),
+             py::arg("num_sms"), py::arg("stream"));
+  module.def("slots_of_map_backward", &slots_of_map_backward, no_gil, py::kw_only(), py::arg("idx"),
+             py::arg("grad_weights"), py::arg("grad_probs"), py::arg("num_tokens"), py::arg("num_experts"),
+             py::arg("num_slots"), py::arg("num_sms"), py::arg("stream"));
   module.def("swiglu", &swiglu, no_gil, py::kw_only(), py::arg("projected"), py::arg("dtype"), py::arg("out"),
              py::arg("num_rows_device"), py::arg("num_rows"), py::arg("ffn"), py::arg("num_sms"), py::arg("stream"));
   module.def("swiglu_backward", &swiglu_backward, no_gil, py::kw_only(), py::arg("projected"), py::arg("grad_out"),

@@ -50,6 +50,35 @@ class LayerKernels(Protocol):
     ) -> None:
         """Gradient of the logits; csrc/layer/topk.h."""
 
+    def slots_of_map(
+        self,
+        *,
+        map: int,
+        probs: int,
+        idx: int,
+        weights: int,
+        num_tokens: int,
+        num_experts: int,
+        num_slots: int,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """List the experts of each token from a map of them; csrc/layer/slots_of_map.h."""
+
+    def slots_of_map_backward(
+        self,
+        *,
+        idx: int,
+        grad_weights: int,
+        grad_probs: int,
+        num_tokens: int,
+        num_experts: int,
+        num_slots: int,
+        num_sms: int,
+        stream: int,
+    ) -> None:
+        """Gradient of the probabilities; csrc/layer/slots_of_map.h."""
+
     def swiglu(
         self,
         *,

@@ -29,25 +29,9 @@ from moe_ep.autograd.dispatch import dispatch
 from moe_ep.errors import ConfigError
 from moe_ep.handle import DispatchHandle, PackedHandle
 from moe_ep.integrations.megatron_settings import Settings, check_config, shared_buffer
+from moe_ep.layers.slots_of_map import slots_of_map
 
 MAX_SLOTS = 64  # of the exchange
-
-
-def expert_slots(routing_map_TE: Tensor, num_slots: int) -> Tensor:
-    """The experts of each token in ascending order, from a map of which are chosen.
-
-    Args:
-        routing_map_TE: bool [T, E].
-        num_slots: K; a row of the map has at most so many.
-
-    Returns:
-        [T, K] int64, -1 in the slots that are left. [0 1 0 1] with K = 3 gives [1, 3, -1].
-    """
-    num_experts = routing_map_TE.shape[1]
-    # The largest keys are the first experts; no order among equals is asked of topk, because only zeros are equal.
-    keys_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map_TE.device)
-    keys_TK = torch.topk(routing_map_TE * keys_E, num_slots, dim=1).values.long()
-    return torch.where(keys_TK > 0, num_experts - keys_TK, -1)
 
 
 class ExchangeManager(_DispatchManager):
@@ -106,9 +90,8 @@ class ExchangeManager(_DispatchManager):
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Takes the router's choice: `routing_map` bool and `probs`, both [T, E] or [T, ranks, local experts]."""
         routing_map_TE = routing_map.reshape(-1, self.num_experts)
-        self.token_indices = expert_slots(routing_map_TE, self.num_slots)
-        # What stands in a slot without an expert is neither sent nor given a gradient.
-        self.token_probs = probs.reshape(-1, self.num_experts).gather(1, self.token_indices.clamp(min=0))
+        probs_TE = probs.reshape(-1, self.num_experts)
+        self.token_indices, self.token_probs = slots_of_map(routing_map_TE, probs_TE, self.num_slots)
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False

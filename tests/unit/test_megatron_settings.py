@@ -28,7 +28,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from moe_ep.integrations import megatron, megatron_settings, megatron_versions
-    from moe_ep.integrations.megatron_dispatcher import expert_slots
     from moe_ep.integrations.megatron_settings import Settings, check_config
 
 
@@ -224,20 +223,3 @@ def test_fp8_is_left_to_megatrons_own_fields() -> None:
         ConfigError, match=r"moe\.fp8\.recipe is blockwise; in Megatron-Core FP8 is asked for by its own"
     ):
         megatron.transformer_fields(moe_config(fp8=FP8Config(recipe="blockwise")))
-
-
-# -- the router's map -------------------------------------------------------------------------------------------------
-
-
-def test_the_slots_of_a_token_are_its_experts_in_order_and_then_none() -> None:
-    chosen = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
-    assert expert_slots(chosen, 3).tolist() == [[1, 3, -1], [-1, -1, -1], [0, 1, 2]]
-    assert expert_slots(chosen[:0], 3).shape == (0, 3)
-
-
-def test_slots_give_back_the_map() -> None:
-    source = torch.Generator().manual_seed(0)
-    for num_experts, topk in ((8, 2), (37, 5), (256, 8)):
-        chosen = torch.rand(50, num_experts, generator=source).topk(topk).indices
-        routing_map = torch.zeros(50, num_experts, dtype=torch.bool).scatter(1, chosen, True)
-        assert torch.equal(expert_slots(routing_map, topk), chosen.sort(dim=1).values)
