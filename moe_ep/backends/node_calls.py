@@ -111,15 +111,18 @@ class NodeCalls:
                 "a handle that was made before the capture."
             )
 
-    def _grow_together(self, header: Header, need_bytes: int) -> None:
-        if need_bytes <= self._exchange.slot_bytes:
-            return
+    def _must_not_grow_in_capture(self, need_bytes: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the call needs {need_bytes} bytes a slot and the buffer has {self._exchange.slot_bytes}; memory "
                 "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
                 f"num_nvl_bytes of at least {2 * need_bytes}."
             )
+
+    def _grow_together(self, header: Header, need_bytes: int) -> None:
+        if need_bytes <= self._exchange.slot_bytes:
+            return
+        self._must_not_grow_in_capture(need_bytes)
         self.settle()
         question = self._send_header(header, OK, need_bytes)
         if self._ask(OPERATIONS[header.operation], question, None)[0] == GROW:
