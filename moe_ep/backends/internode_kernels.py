@@ -114,9 +114,9 @@ class InternodeKernelsBackend(InternodeBackend):
         """Each slot has one term, so a sum of rows of K numbers brings them home; -0 leaves every term as it is."""
         num_topk, wide = handle.num_topk, accumulation_dtype(grad_row_weights.dtype)
         numbers = grad_row_weights.to(wide)
-        header = _header("dispatch backward", handle, numbers.new_empty(0, num_topk))
-        self._prepare(header, handle, _row_bytes(numbers.new_empty(0, num_topk)))
         if handle.layout == "compact":
+            if _NOT_HERE not in handle.prepared:
+                self._prepare(_header("dispatch backward", handle, numbers), handle, _row_bytes(numbers))
             not_here: Tensor = handle.prepared[_NOT_HERE]
             self._legs.hold_for_graph(not_here)
             terms_RK = numbers.masked_fill(not_here, -0.0)

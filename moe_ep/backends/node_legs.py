@@ -58,8 +58,10 @@ class NodeLegs(NodeCalls):
     def must_not_capture(self, operation: str) -> None:
         self._must_not_capture(operation)
 
-    def must_not_grow_in_capture(self, need_bytes: int) -> None:
+    def why_not_grow(self, need_bytes: int) -> RuntimeError | None:
+        """What stands against more memory on all ranks of the node; raises where only this call is in its way."""
         self._must_not_grow_in_capture(need_bytes)
+        return self._why_not_grow(need_bytes)
 
     def tell_reasons(self, reasons: Reasons) -> None:
         """Where there are other nodes: through `reasons` their ranks say why they refuse."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_ep._native.arguments import address
 from moe_ep._native.exchange import NativeRows
 from moe_ep._native.rail import NativeRound, RailKernels
-from moe_ep.backends.header import OK, OPERATIONS, Header
+from moe_ep.backends.header import OK, OPERATIONS, Header, status_of
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_rows import Load, aligned, kind_of
 from moe_ep.backends.rail_memory import RailMemory
@@ -259,8 +259,8 @@ class TwoHopCalls:
     def _begin(self, routes: RailRoutes, header: Header, row_bytes: int, most_bytes: int) -> int:
         """Opens a call behind the caller's stream, and makes room in the slots; SMs of the calls inside the node."""
         grows = self._node.lacks_room(most_bytes)
-        if grows:
-            self._node.must_not_grow_in_capture(most_bytes)
+        if grows and (obstacle := self._node.why_not_grow(most_bytes)) is not None:
+            self.refuse(header, status_of(obstacle), obstacle)  # the other nodes do not know
         question = self._open(header, asks=grows)
         if grows:  # together with the ranks of the node alone, so not before all ranks agree
             self._node.await_go(OPERATIONS[header.operation], question)

@@ -114,6 +114,31 @@ def test_what_goes_on_on_the_host_raises_a_refusal_at_once_and_is_not_told_again
         assert said.endswith(": no tokens today.")
 
 
+def _one_node_cannot_grow(group: dist.ProcessGroup) -> str:
+    """A graph holds the slots of the ranks of node 0, which are too small for the rows; those of node 1 have room."""
+    with played(group, 2, ROOMY), scene(group, "ipc", "cpu", 2, "expert_major") as here:
+        legs = here.backend._legs  # type: ignore[attr-defined]
+        before, full = legs._exchange.slot_bytes, here.buffer.rank < 2
+        if full:
+            legs._exchange.slot_bytes, legs._is_in_graph = 16, True
+            with pytest.raises(RuntimeError) as caught:
+                here.call("combine")
+            said = str(caught.value)
+        else:
+            assert bool(here.call("combine")[0].isnan().all())
+            said = here.said()
+        legs._exchange.slot_bytes = before
+        assert torch.equal(here.call("cached dispatch")[0], here.rows)
+        assert here.said() == ""
+    return said
+
+
+def test_a_node_whose_memory_cannot_grow_tells_the_others_before_any_row_moves(ranks: Pools) -> None:
+    for said in ranks.run(_one_node_cannot_grow, 4):
+        assert said.startswith("EP rank 0 refused combine: the call needs ")
+        assert "because a CUDA graph holds addresses in it" in said
+
+
 # -- copies of a handle -----------------------------------------------------------------------------------------------
 
 
