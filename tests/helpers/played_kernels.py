@@ -298,11 +298,7 @@ class PlayedExchange:
         first = self.kernels.rank - self.rank
         rails = [world[rail::per_node] for rail in range(per_node)]
         self._headers = [told(rail, first // per_node, num_match, number) for rail in rails]
-        own, self._verdict = self._headers[self.rank], GO
-        if any(words[:num_match] != own[:num_match] for words in self._headers):
-            self._verdict = DISAGREE
-        if any(words[STATUS_WORD] for words in self._headers):
-            self._verdict = REFUSE
+        self._verdict = verdict_of(self._headers, num_match)
         self.refused = self._verdict != GO
         if self.refused:
             self._num_refused += 1
@@ -418,6 +414,13 @@ class PlayedExchange:
             out = memory_at(y + at, row_bytes)
             out.copy_(ordered_sum(terms, kind).view(torch.uint8) if terms else torch.zeros_like(out))
         return torch.cuda.is_current_stream_capturing()
+
+
+def verdict_of(headers: Sequence[tuple[int, ...]], num_match: int) -> int:
+    """Of the headers of a node."""
+    if any(words[STATUS_WORD] for words in headers):
+        return REFUSE
+    return GO if len({words[:num_match] for words in headers}) == 1 else DISAGREE
 
 
 def told(rail: Sequence[tuple[int, ...]], node: int, num_match: int, number: int) -> tuple[int, ...]:
