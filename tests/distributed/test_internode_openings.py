@@ -17,14 +17,14 @@ from tests.helpers.opening_jobs import CALLS, HIDDEN, no_host, scene
 from tests.helpers.played_kernels import played
 from tests.helpers.ranks import Pools
 
-ROOMY = 1 << 16  # bytes of a rail
+TIGHT = 1 << 14  # bytes of a rail: calls of several rounds
 SHAPES = [(2, 1), (2, 2), (3, 1), (1, 2)]  # (nodes, ranks a node)
 LAYOUTS = ["compact", "expert_major"]
 ODD = [(2, 1, 1), (2, 2, 3), (2, 2, 0), (3, 1, 2), (1, 2, 1)]  # with the rank that differs
 
 
 def _played(group: dist.ProcessGroup, job: str, ranks_per_node: int, *args: Any) -> Any:
-    with played(group, ranks_per_node, ROOMY):
+    with played(group, ranks_per_node, TIGHT):
         return getattr(opening_jobs, job)(group, "ipc", "cpu", ranks_per_node, *args)
 
 
@@ -76,7 +76,7 @@ def test_random_calls_with_refusals_in_between_stay_in_step(
 
 def _plan_meets_a_cached_dispatch(group: dist.ProcessGroup) -> str:
     """Rank 1 plans where rank 0 goes along a handle; both go on afterwards."""
-    with played(group, 1, ROOMY), scene(group, "ipc", "cpu", 1, "compact") as here:
+    with played(group, 1, TIGHT), scene(group, "ipc", "cpu", 1, "compact") as here:
         if here.buffer.rank == 0:
             assert bool(here.call("cached dispatch")[0].isnan().all())
             said = here.said()
@@ -94,7 +94,7 @@ def test_a_plan_that_meets_a_call_along_a_handle_raises_at_once(ranks: Pools) ->
 
 
 def _refused_on_the_host(group: dist.ProcessGroup, call: str) -> str:
-    with played(group, 2, ROOMY), scene(group, "ipc", "cpu", 2, "expert_major") as here:
+    with played(group, 2, TIGHT), scene(group, "ipc", "cpu", 2, "expert_major") as here:
         calls: dict[str, Callable[[], object]] = {
             "refusal": lambda: here.backend.refuse("dispatch", ValueError("no tokens today.")),
             "plan": lambda: moe_ep.dispatch(here.buffer, here.x, here.handle.slot_rank * 2, num_experts=8),
@@ -116,7 +116,7 @@ def test_what_goes_on_on_the_host_raises_a_refusal_at_once_and_is_not_told_again
 
 def _one_node_cannot_grow(group: dist.ProcessGroup) -> str:
     """A graph holds the slots of the ranks of node 0, which are too small for the rows; those of node 1 have room."""
-    with played(group, 2, ROOMY), scene(group, "ipc", "cpu", 2, "expert_major") as here:
+    with played(group, 2, TIGHT), scene(group, "ipc", "cpu", 2, "expert_major") as here:
         legs = here.backend._legs  # type: ignore[attr-defined]
         before, full = legs._exchange.slot_bytes, here.buffer.rank < 2
         if full:
@@ -144,7 +144,7 @@ def test_a_node_whose_memory_cannot_grow_tells_the_others_before_any_row_moves(r
 
 def _copies(group: dist.ProcessGroup, ranks_per_node: int, layout: str) -> str:
     """Shallow copies know the way, deep ones on all ranks find it, one on a single rank is refused."""
-    with played(group, ranks_per_node, ROOMY), scene(group, "ipc", "cpu", ranks_per_node, layout) as here:
+    with played(group, ranks_per_node, TIGHT), scene(group, "ipc", "cpu", ranks_per_node, layout) as here:
         handle, is_last = here.handle, here.buffer.rank == here.buffer.group_size - 1
         right = {name: here.call(name) for name in CALLS}
         here.handle = copy.copy(handle) if is_last else handle

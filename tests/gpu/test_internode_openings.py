@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from moe_ep.backends import internode_kernels
 from tests.gpu.nvshmem_ranks import nvshmem_pool
 from tests.helpers.opening_jobs import (
     CALLS,
@@ -23,6 +26,7 @@ SHAPES = [(2, 1), (2, 2), (3, 1), (1, 2)]  # (nodes, ranks a node)
 LAYOUTS = ["compact", "expert_major"]
 ODD = [(2, 1, 1), (2, 2, 3), (2, 2, 0), (3, 1, 2), (1, 2, 1)]  # with the rank that differs
 NUM_CALLS = 200
+TIGHT = 1 << 14  # bytes of a rail: calls of several rounds
 
 
 def _expected(world: int) -> list[str]:
@@ -62,13 +66,19 @@ def test_ranks_that_differ_are_told_on_what_and_which(
         assert "disagree on the routing of the dispatch that is combined" in handle
 
 
+def _in_rounds(group: dist.ProcessGroup, *args: Any) -> int:
+    with mock.patch.object(internode_kernels, "STAGING_BYTES", TIGHT):
+        return random_calls(group, *args)
+
+
+@pytest.mark.parametrize("job", [random_calls, _in_rounds])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (2, 2), (3, 1)])
 def test_random_calls_with_refusals_in_between_stay_in_step(
-    ranks: Pools, num_nodes: int, ranks_per_node: int, layout: str
+    ranks: Pools, num_nodes: int, ranks_per_node: int, layout: str, job: Callable[..., int]
 ) -> None:
     args: tuple[Any, ...] = ("ipc", "cuda", ranks_per_node, layout, NUM_CALLS)
-    assert ranks.run(random_calls, num_nodes * ranks_per_node, *args, timeout_secs=100)[0] > NUM_CALLS // 10
+    assert ranks.run(job, num_nodes * ranks_per_node, *args, timeout_secs=100)[0] > NUM_CALLS // 10
 
 
 # -- over NVSHMEM -----------------------------------------------------------------------------------------------------
@@ -94,4 +104,4 @@ def test_random_calls_over_nvshmem_stay_in_step_and_on_the_device(over_nvshmem: 
     pool, ranks_per_node = over_nvshmem
     args: tuple[Any, ...] = ("nvshmem", "cuda", ranks_per_node, layout)
     assert pool.run(calls_stay_on_the_device, pool.size, args, 100.0) == [2 * len(CALLS)] * pool.size
-    assert pool.run(random_calls, pool.size, (*args, NUM_CALLS), 150.0)[0] > NUM_CALLS // 10
+    assert pool.run(_in_rounds, pool.size, (*args, NUM_CALLS), 150.0)[0] > NUM_CALLS // 10
