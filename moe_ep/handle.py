@@ -7,7 +7,7 @@ the buffer that made it, and it fits every buffer over the same ranks and geomet
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -115,8 +115,14 @@ class DispatchHandle:
         """What a backend has worked out of the handle, by the backend's name: once, and kept as long as the handle."""
         return {}
 
+    def __copy__(self) -> DispatchHandle:
+        """With the same tensors: what is worked out of these is shared, now and later."""
+        copied = replace(self)
+        copied.__dict__["prepared"] = self.prepared
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have tensors of their own: what was worked out of these stays here."""
+        """Deep and pickled copies have tensors of their own: what was worked out of these stays here."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     # -- as DeepEP V1's tuple ---------------------------------------------------------------------------------------

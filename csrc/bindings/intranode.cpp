@@ -313,6 +313,12 @@ bool header_only(const Exchange& exchange, uintptr_t caller, bool joins, const s
   return launch_between(exchange, caller, joins, [&](cudaStream_t stream) { launch_header_only(call, stream); });
 }
 
+// As the `open` of a rail takes it.
+py::bytes opening(const Exchange& exchange, const std::string& header, int num_match, uint64_t question) {
+  const Call call = call_of(exchange, header, num_match, question);
+  return py::bytes(reinterpret_cast<const char*>(&call), sizeof(call));
+}
+
 bool done_only(const Exchange& exchange, uintptr_t caller, bool joins, const std::string& header) {
   const Call call = call_of(exchange, header, 0, 0);
   return launch_between(exchange, caller, joins, [&](cudaStream_t stream) { launch_done_only(call, stream); });
@@ -476,6 +482,7 @@ void bind_intranode(py::module_& module) {
       .def("numbers_home", &numbers_home, no_gil)
       .def("all_reduce", &all_reduce, no_gil)
       .def("header_only", &header_only, no_gil)
+      .def("opening", &opening)
       .def("done_only", &done_only, no_gil)
       .def("drain", &drain, no_gil);
 }

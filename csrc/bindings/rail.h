@@ -6,6 +6,8 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
+#include <string>
 #include <vector>
 
 #include "common/check.h"
@@ -60,6 +62,17 @@ void bind_rail(pybind11::class_<Rail>& bound) {
   bound.def("watch", &Rail::watch, py::kw_only(), py::arg("node_state"), py::arg("record"), py::arg("timeout_secs"));
   bound.def("sent_bytes", &Rail::sent_bytes, no_gil);
   bound.def("begin_generation", &Rail::begin_generation, py::arg("generation"));
+  bound.def(
+      "open",
+      [](Rail& rail, const std::string& call, uintptr_t stream) {
+        Call opening;
+        MOE_EP_CHECK(call.size() == sizeof(opening), "a call has ", call.size(), " bytes, not ", sizeof(opening),
+                     ": both extensions must be of one build.");
+        std::memcpy(&opening, call.data(), sizeof(opening));
+        const OnDevice on_device(rail.device());
+        rail.open(opening, reinterpret_cast<cudaStream_t>(stream));
+      },
+      no_gil, py::arg("call"), py::arg("stream"));
   bound.def(
       "send",
       [](Rail& rail, const RailRound& round, const DepartingRows& rows, uintptr_t token, int num_sms,

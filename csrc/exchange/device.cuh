@@ -140,13 +140,11 @@ __device__ inline bool slots_are_free(const World& world, const Turn& turn) {
   return __all_sync(kFullWarp, free);
 }
 
-// By a whole warp: tells every rank, the own one too. `status` and `overflowed` override the header's.
-__device__ inline void send_header(const Call& call, const Turn& turn, int64_t status, bool overflowed = false) {
-  const World& world = call.world;
+// By a whole warp: tells every rank, the own one too, a word of the header each lane.
+__device__ inline void send_words(const World& world, const Turn& turn, int64_t word) {
   const int lane = lane_idx();
   for (int peer = 0; peer < world.size; ++peer) {
-    int64_t* words = world.control[peer]->headers[world.rank][turn.slot].words;
-    words[lane] = lane == kStatusWord ? status : lane == kOverflowedWord ? overflowed : call.header[lane];
+    world.control[peer]->headers[world.rank][turn.slot].words[lane] = word;
   }
   __syncwarp();
   __threadfence_system();
@@ -154,6 +152,12 @@ __device__ inline void send_header(const Call& call, const Turn& turn, int64_t s
     store_release(&world.control[lane]->headers[world.rank][turn.slot].tag, turn.tag);
   }
   __syncwarp();
+}
+
+// The same with the header of a call. `status` and `overflowed` override the header's.
+__device__ inline void send_header(const Call& call, const Turn& turn, int64_t status, bool overflowed = false) {
+  const int lane = lane_idx();
+  send_words(call.world, turn, lane == kStatusWord ? status : lane == kOverflowedWord ? overflowed : call.header[lane]);
 }
 
 // By a whole warp: waits for the headers of all ranks (11). The verdict is the same function of them on every rank.
@@ -185,12 +189,17 @@ __device__ inline uint32_t verdict_of(const Call& call, const Turn& turn) {
   return __any_sync(kFullWarp, grows) ? kGrow : kGo;
 }
 
+__device__ inline bool is_opening(const Call& call) { return call.header[kOpeningWord] != 0; }
+
+// Whether a call is part of one between nodes that was refused when it was opened. All ranks know it, and leave it out.
+__device__ inline bool is_left_out(const Call& call) { return call.world.state->refused != 0 && !is_opening(call); }
+
 // By a whole block, at the start of a call of one kernel: slots and header. Whether the slot may be written now; what
 // peers sent may be read after the verdict only.
 __device__ inline bool begin_call(const Call& call, const Turn& turn, bool overflowed = false) {
   __shared__ bool shared_begun;
   if (threadIdx.x < 32) {
-    const bool begun = call.world.state->failed == 0 && slots_are_free(call.world, turn);
+    const bool begun = call.world.state->failed == 0 && !is_left_out(call) && slots_are_free(call.world, turn);
     if (begun && blockIdx.x == 0) {
       send_header(call, turn, call.header[kStatusWord], overflowed);
     }
@@ -336,13 +345,24 @@ __device__ inline void rewind_tickets(State* state) {
 }
 
 // By the last block, on every way out of a call (5, 6, 7): looks for aborts, fills what could not be made, posts done,
-// answers the host and advances the epoch. `peers_read_caller`: peers read this rank's caller's memory (12).
+// answers the host and advances the epoch. `peers_read_caller`: peers read this rank's caller's memory (12). A call
+// that is left out is filled and is no call to the others: it has sent no header, so nobody counts it.
 __device__ inline void close_call(const Call& call, const Turn& turn, uint32_t verdict, const Output* outputs,
                                   int num_outputs, bool peers_read_caller) {
   __shared__ bool shared_failed;
   const World& world = call.world;
   State* state = world.state;
   const int lane = threadIdx.x;
+  if (is_left_out(call)) {
+    for (int i = 0; i < num_outputs; ++i) {
+      fill_output(outputs[i]);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      rewind_tickets(state);
+    }
+    return;
+  }
   if (threadIdx.x < 32) {
     const bool aborted = lane < world.size && load_acquire(&world.control[world.rank]->abort[lane]) == turn.generation;
     const unsigned int aborts = __ballot_sync(kFullWarp, aborted);
@@ -381,6 +401,9 @@ __device__ inline void close_call(const Call& call, const Turn& turn, uint32_t v
   if (threadIdx.x == 0) {
     state->epoch = turn.epoch + 1;
     rewind_tickets(state);
+    if (is_opening(call)) {
+      state->refused = verdict != kGo;
+    }
     if (call.question != 0) {
       world.record->verdict = failed ? kFailed : verdict;
       world.record->epoch = turn.epoch;

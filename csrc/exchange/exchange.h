@@ -29,6 +29,11 @@ constexpr int kHiddenWord = 3;
 constexpr int kDtypeWord = 6;
 constexpr int kWeightsDtypeWord = 7;
 constexpr int kExactWord = 10;
+// Of the header that opens a call between nodes (csrc/internode/rail.h); 0 in all others.
+constexpr int kOpeningWord = 14;         // its number, from 1; where there is one node, any
+constexpr int kElsewhereNodeWord = 15;   // 1 + the node in which the rank of the sender's rail refuses, or differs
+constexpr int kElsewhereFieldWord = 16;  // of what differs: the number of the word there, and its value
+constexpr int kElsewhereValueWord = 17;
 constexpr int kOverflowedWord = 19;   // this rank received more rows than max_rows: whatever it would send is lost
 constexpr int kRegisteredWord = 20;   // numbers of the blocks that rows (low byte) and scales (next) lie in for peers
                                       // to read, 0 for none; then offset and stride of rows and of scales, bytes
@@ -40,9 +45,10 @@ constexpr int kXNeedsGradWord = 29;
 constexpr int kWeightsNeedGradWord = 30;
 constexpr int kTokensWord = 31;
 
-// Status of a rank: kFine, the number of an error class (moe_ep/backends/header.py), or this.
+// Status of a rank: kFine, the number of an error class (moe_ep/backends/header.py), or one of these.
 constexpr int64_t kFine = 0;
 constexpr int64_t kDoesNotFit = 100;
+constexpr int64_t kDiffersElsewhere = 101;  // from the rank of its rail in another node
 
 // Written by s: headers[s][slot], done[s], abort[s], flags[s][slot]. Zeroed once, before its handle is given away.
 struct Control {
@@ -61,6 +67,7 @@ struct State {
   uint32_t epoch;
   uint32_t failed;   // a wait timed out, or a peer gave up: calls leave at once until a new generation (14)
   uint32_t verdict;  // of the first kernel of a plan, for its second
+  uint32_t refused;  // the call between nodes that was opened last: its parts leave at once, on all ranks alike
   uint32_t next_ticket;
   uint32_t num_finished;  // blocks
   uint32_t num_published;
@@ -85,6 +92,7 @@ enum Phase : int {
   kSawAbort = 4,
   kWaitRoundRows = 5,   // between nodes: the peer is a node
   kWaitRoundTaken = 6,  // the same
+  kWaitOpening = 7,     // the same
 };
 
 constexpr int kMaxHostCounts = 1 << 14;

@@ -45,7 +45,7 @@ __device__ void add_nodes(const NodeSumInput& in, int64_t token, bool failed) {
 
 template <typename Elem>
 __global__ void __launch_bounds__(kThreads, 1) moe_ep_node_sum(const __grid_constant__ NodeSumInput in) {
-  const bool failed = load_acquire_gpu(&in.state->failed) != 0;
+  const bool failed = load_acquire_gpu(&in.state->failed) != 0 || load_acquire_gpu(&in.state->refused) != 0;
   const int64_t num_warps = static_cast<int64_t>(gridDim.x) * kThreads / 32;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads / 32 + warp_idx(); i < in.num_tokens; i += num_warps) {
     add_nodes<Elem>(in, in.first_token + i, failed);

@@ -20,7 +20,7 @@ struct NodeSumInput {
   int64_t num_tokens;
   int64_t row_bytes;   // a multiple of 16
   char* y;             // [T, row_bytes]
-  uint64_t poison;     // fills y where the exchange has failed, repeated
+  uint64_t poison;     // fills y where the exchange has failed, or the call was refused; repeated
   const State* state;  // of the exchange inside the node
 };
 

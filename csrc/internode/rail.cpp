@@ -28,7 +28,7 @@ void RailTransport::watch(uintptr_t node_state, uintptr_t record, double timeout
 
 void RailTransport::begin_generation(uint32_t generation) {
   const OnDevice on_device(device_);
-  const RailState state = {generation, 0, 0};
+  const RailState state = {generation, 0, 0, 0};
   check_cuda(cudaMemcpy(rail_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "internode: a new generation");
   check_cuda(cudaStreamSynchronize(nullptr), "internode: a new generation");
 }

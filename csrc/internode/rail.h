@@ -16,17 +16,27 @@ constexpr int kHopChunks = 16;  // of the rows of one round and node: a signal e
 constexpr int kHopSlots = 2;    // rounds under way
 
 // The block of a rank, laid out alike on all: signals, then for each slot what comes from every node, then for each
-// slot what goes to every node. A signal's value is a tag, (generation, round + 1), as flags have it.
+// slot what goes to every node. A signal's value is a tag, (generation, round + 1), as flags have it; that of a header
+// (generation, number of the opening + 1).
 struct RailSignals {
+  struct Header {
+    int64_t words[kHeaderWords];
+  };
   uint64_t arrived[kHopSlots][kMaxNodes][kHopChunks];  // written by that node's rank, behind the rows
   uint64_t taken[kMaxNodes];                           // the last round of this rank that the node has no use for
+  // Openings take turns with two slots. Nobody waits for one to be free: a header of opening n + 2 is sent by a rank
+  // that has the header of opening n + 1 of this one, which had read those of n by then.
+  uint64_t opened[kHopSlots][kMaxNodes];  // written by that node's rank, behind its header
+  Header headers[kHopSlots][kMaxNodes];
+  Header sent[kHopSlots];  // of this rank, on its way
 };
 
 // Device memory of a rank. Rounds count on over calls; a call adds an even number of them, so that the slot of a round
-// is known before it runs.
+// is known before it runs. A call that was refused adds none.
 struct RailState {
   uint32_t generation;
   uint32_t round;                 // the first of the next call
+  uint32_t opening;               // number of the next one
   unsigned long long sent_bytes;  // rows put to other nodes, of all calls so far
 };
 
@@ -76,6 +86,11 @@ struct RailRows {
 class RailTransport {
  public:
   virtual ~RailTransport() = default;
+  // Opens a call of the whole EP group: the ranks of a rail tell each other their headers, then those of a node theirs
+  // with what they learnt, so all come to one verdict. `call` is one of the exchange inside the node, which answers it
+  // and records it as it does all calls. Unless the verdict is to go, what is launched until the next opening, here and
+  // inside the node, fills its outputs and leaves: a rank that refuses need not launch it.
+  virtual void open(const Call& call, cudaStream_t stream) = 0;
   // Sends the rows of a round, as soon as every node has taken the round before the last.
   virtual void send(const RailRound& round, const RailRows& rows, int num_sms, cudaStream_t stream) = 0;
   // Until every node has taken the round before the last, so that what the outbox held of it may be written over.

@@ -62,6 +62,8 @@ void IpcRail::open_block(int node, const std::string& exported) {
   hop_.peers[node] = static_cast<char*>(open_memory(exported));
 }
 
+void IpcRail::open(const Call& call, cudaStream_t stream) { launch_rail_open(rail_, hop_, call, stream); }
+
 void IpcRail::send(const RailRound& round, const RailRows& rows, int num_sms, cudaStream_t stream) {
   launch_rail_send(rail_, hop_, round, rows, num_sms, stream);
 }

@@ -31,6 +31,7 @@ class IpcRail : public RailTransport {
   std::string export_block() const;
   void open_block(int node, const std::string& exported);
 
+  void open(const Call& call, cudaStream_t stream) override;
   void send(const RailRound& round, const RailRows& rows, int num_sms, cudaStream_t stream) override;
   void wait_free(const RailRound& round, cudaStream_t stream) override;
   void wait(const RailRound& round, cudaStream_t stream) override;

@@ -33,12 +33,15 @@ __device__ inline RailTurn rail_turn(const Rail& rail, const RailRound& round) {
   return {generation, number, tag_of(generation, number), static_cast<int>(number % kHopSlots)};
 }
 
-__device__ inline bool rail_failed(const Rail& rail) { return load_acquire_gpu(&rail.node_state->failed) != 0; }
+// Whether the exchange of the node has failed, or the call that was opened last was refused.
+__device__ inline bool rail_leaves(const Rail& rail) {
+  return load_acquire_gpu(&rail.node_state->failed) != 0 || load_acquire_gpu(&rail.node_state->refused) != 0;
+}
 
 // By one thread: polls an own signal until it has `expected` or a later tag of its generation; false where the limit
 // passed or the exchange of the node has failed.
 template <typename Hop>
-__device__ bool rail_wait_signal(const Rail& rail, const Hop& hop, const RailRound& round, int node, Phase phase,
+__device__ bool rail_wait_signal(const Rail& rail, const Hop& hop, int64_t operation, int node, Phase phase,
                                  uint64_t* word, uint64_t expected) {
   uint64_t began = 0;
   for (uint32_t poll = 0;; ++poll) {
@@ -51,11 +54,11 @@ __device__ bool rail_wait_signal(const Rail& rail, const Hop& hop, const RailRou
     }
     const uint64_t now = now_ns();
     began = began == 0 ? now : began;
-    if (rail_failed(rail)) {
+    if (rail_leaves(rail)) {
       return false;
     }
     if (now - began > rail.timeout_ns) {
-      report_failure(rail.node_state, rail.record, round.operation, static_cast<uint32_t>(expected) - 1, node, phase,
+      report_failure(rail.node_state, rail.record, operation, static_cast<uint32_t>(expected) - 1, node, phase,
                      expected, seen);
       return false;
     }
@@ -67,10 +70,11 @@ __device__ bool rail_wait_signal(const Rail& rail, const Hop& hop, const RailRou
 template <typename Hop>
 __device__ bool rail_wait_free(const Rail& rail, const Hop& hop, const RailRound& round, const RailTurn& turn) {
   RailSignals* signals = reinterpret_cast<RailSignals*>(rail.block);
-  bool is_free = !rail_failed(rail);
+  bool is_free = !rail_leaves(rail);
   for (int node = threadIdx.x; node < rail.num_nodes && is_free && turn.round >= kHopSlots; node += blockDim.x) {
-    is_free = node == rail.node || rail_wait_signal(rail, hop, round, node, kWaitRoundTaken, &signals->taken[node],
-                                                    tag_of(turn.generation, turn.round - kHopSlots));
+    is_free =
+        node == rail.node || rail_wait_signal(rail, hop, round.operation, node, kWaitRoundTaken, &signals->taken[node],
+                                              tag_of(turn.generation, turn.round - kHopSlots));
   }
   return __syncthreads_and(is_free) != 0;
 }
@@ -154,6 +158,99 @@ __global__ void __launch_bounds__(kRailThreads, 1)
   }
 }
 
+// -- openings -----------------------------------------------------------------------------------------------------
+
+// What the ranks of a rail say of a call.
+struct Heard {
+  int64_t status;  // what this rank tells its node
+  int64_t node;    // 1 + the node that refuses or differs, 0 for none and for this one
+  int64_t field;   // of what differs: number of the word, and its value there
+  int64_t value;
+};
+
+// By one warp, when all headers have come: of refusals the one in the lowest node counts, else of differences.
+__device__ inline Heard hear(const Rail& rail, const RailSignals* signals, int slot, const Call& call) {
+  const int lane = lane_idx();
+  Heard heard = {kFine, 0, 0, 0};
+  for (int node = 0; node < rail.num_nodes; ++node) {
+    const volatile int64_t* words = signals->headers[slot][node].words;
+    const int64_t word = node == rail.node ? call.header[lane] : words[lane];
+    const int64_t status = __shfl_sync(kFullWarp, word, kStatusWord);
+    const unsigned int differs = __ballot_sync(kFullWarp, lane < call.num_match && word != call.header[lane]);
+    const int field = differs == 0 ? 0 : __ffs(differs) - 1;
+    const int64_t value = __shfl_sync(kFullWarp, word, field);
+    if (status != kFine) {
+      return {status, node == rail.node ? 0 : node + 1, 0, 0};
+    }
+    if (differs != 0 && heard.status == kFine) {
+      heard = {kDiffersElsewhere, node + 1, field, value};
+    }
+  }
+  return heard;
+}
+
+// By the whole block: sends this rank's header along the rail; whether all the others' have come.
+template <typename Hop>
+__device__ bool headers_come(const Rail& rail, const Hop& hop, const Call& call, int slot, uint64_t tag) {
+  RailSignals* signals = reinterpret_cast<RailSignals*>(rail.block);
+  const auto offset = [&](const void* at) { return static_cast<const char*>(at) - rail.block; };
+  RailSignals::Header* sent = &signals->sent[slot];
+  if (threadIdx.x < kHeaderWords) {
+    sent->words[threadIdx.x] = call.header[threadIdx.x];
+  }
+  __threadfence_system();  // a network card reads it
+  __syncthreads();
+  for (int i = 1; i < rail.num_nodes; ++i) {
+    const int node = (rail.node + i) % rail.num_nodes;
+    hop.put_signal(node, offset(&signals->headers[slot][rail.node]), reinterpret_cast<const char*>(sent), sizeof(*sent),
+                   offset(&signals->opened[slot][rail.node]), tag);
+  }
+  bool came = true;
+  for (int node = threadIdx.x; node < rail.num_nodes && came; node += kRailThreads) {
+    came = node == rail.node ||
+           rail_wait_signal(rail, hop, call.world.operation, node, kWaitOpening, &signals->opened[slot][node], tag);
+  }
+  return __syncthreads_and(came) != 0;
+}
+
+template <typename Hop>
+__global__ void __launch_bounds__(kRailThreads, 1)
+    moe_ep_rail_open(const __grid_constant__ Rail rail, const __grid_constant__ Hop hop,
+                     const __grid_constant__ Call call) {
+  __shared__ uint32_t shared_verdict;
+  const World& world = call.world;
+  const Turn turn = turn_of(world);
+  const uint32_t opening = rail.state->opening;
+  const int slot = opening % kHopSlots;
+  if (threadIdx.x == 0) {
+    world.state->refused = 0;  // of the call before, whose parts have ended
+    shared_verdict = kFailed;
+  }
+  __threadfence();
+  const bool goes = __syncthreads_and(load_acquire_gpu(&world.state->failed) == 0) != 0;
+  if (goes && headers_come(rail, hop, call, slot, tag_of(rail.state->generation, opening)) && threadIdx.x < 32 &&
+      slots_are_free(world, turn)) {
+    const Heard heard = hear(rail, reinterpret_cast<const RailSignals*>(rail.block), slot, call);
+    const int lane = lane_idx();
+    int64_t word = call.header[lane];
+    word = lane == kStatusWord ? heard.status : lane == kOpeningWord ? opening + 1 : word;
+    word = lane == kElsewhereNodeWord ? heard.node : word;
+    word = lane == kElsewhereFieldWord ? heard.field : lane == kElsewhereValueWord ? heard.value : word;
+    send_words(world, turn, word);
+    const uint32_t verdict = verdict_of(call, turn);
+    if (lane == 0) {
+      shared_verdict = verdict;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    rail.state->opening = opening + 1;
+  }
+  close_call(call, turn, shared_verdict, nullptr, 0, false);
+}
+
+// -- rounds -------------------------------------------------------------------------------------------------------
+
 template <typename Hop>
 __global__ void moe_ep_rail_wait_free(const __grid_constant__ Rail rail, const __grid_constant__ Hop hop,
                                       const __grid_constant__ RailRound round) {
@@ -166,11 +263,13 @@ __global__ void __launch_bounds__(kRailThreads)
                      const __grid_constant__ RailRound round) {
   const RailTurn turn = rail_turn(rail, round);
   RailSignals* signals = reinterpret_cast<RailSignals*>(rail.block);
-  for (int item = threadIdx.x; item < rail.num_nodes * kHopChunks; item += kRailThreads) {
+  const bool leaves = rail_leaves(rail);
+  for (int item = threadIdx.x; item < rail.num_nodes * kHopChunks && !leaves; item += kRailThreads) {
     const int node = item / kHopChunks, chunk = item % kHopChunks;
     const int64_t num_rows = round.num_in[node * round.num_rounds + round.number];
     if (node != rail.node && chunk * rows_of_chunk(num_rows) < num_rows) {
-      rail_wait_signal(rail, hop, round, node, kWaitRoundRows, &signals->arrived[turn.slot][node][chunk], turn.tag);
+      rail_wait_signal(rail, hop, round.operation, node, kWaitRoundRows, &signals->arrived[turn.slot][node][chunk],
+                       turn.tag);
     }
   }
 }
@@ -180,14 +279,14 @@ __global__ void moe_ep_rail_take(const __grid_constant__ Rail rail, const __grid
                                  const __grid_constant__ RailRound round) {
   const RailTurn turn = rail_turn(rail, round);
   const RailSignals* signals = reinterpret_cast<const RailSignals*>(rail.block);
-  const bool failed = rail_failed(rail);
-  for (int node = threadIdx.x; node < rail.num_nodes && !failed; node += blockDim.x) {
+  const bool leaves = rail_leaves(rail);
+  for (int node = threadIdx.x; node < rail.num_nodes && !leaves; node += blockDim.x) {
     if (node != rail.node) {
       hop.signal(node, reinterpret_cast<const char*>(&signals->taken[rail.node]) - rail.block, turn.tag);
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0 && round.number == round.num_rounds - 1) {
+  if (threadIdx.x == 0 && round.number == round.num_rounds - 1 && !leaves) {
     rail.state->round = turn.round + 1;
   }
 }
@@ -196,12 +295,18 @@ __global__ void moe_ep_rail_take(const __grid_constant__ Rail rail, const __grid
 template <typename Hop>
 void load_rail_kernels() {
   for (const void* kernel :
-       {reinterpret_cast<const void*>(&moe_ep_rail_send<Hop>),
+       {reinterpret_cast<const void*>(&moe_ep_rail_open<Hop>), reinterpret_cast<const void*>(&moe_ep_rail_send<Hop>),
         reinterpret_cast<const void*>(&moe_ep_rail_wait_free<Hop>),
         reinterpret_cast<const void*>(&moe_ep_rail_wait<Hop>), reinterpret_cast<const void*>(&moe_ep_rail_take<Hop>)}) {
     cudaFuncAttributes attributes;
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "internode: loading the kernels");
   }
+}
+
+template <typename Hop>
+void launch_rail_open(const Rail& rail, const Hop& hop, const Call& call, cudaStream_t stream) {
+  moe_ep_rail_open<Hop><<<1, kRailThreads, 0, stream>>>(rail, hop, call);
+  check_cuda(cudaGetLastError(), "internode: the launch of an opening");
 }
 
 template <typename Hop>

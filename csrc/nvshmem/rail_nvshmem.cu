@@ -71,6 +71,8 @@ void NvshmemRail::release() {
 
 uintptr_t NvshmemRail::address_at(int pe) const { return reinterpret_cast<uintptr_t>(nvshmem_ptr(rail_.block, pe)); }
 
+void NvshmemRail::open(const Call& call, cudaStream_t stream) { launch_rail_open(rail_, hop_, call, stream); }
+
 void NvshmemRail::send(const RailRound& round, const RailRows& rows, int num_sms, cudaStream_t stream) {
   launch_rail_send(rail_, hop_, round, rows, num_sms, stream);
 }

@@ -35,6 +35,7 @@ class NvshmemRail : public RailTransport {
   // Where this GPU finds the block of processing element `pe`, or 0 where it does not reach it.
   uintptr_t address_at(int pe) const;
 
+  void open(const Call& call, cudaStream_t stream) override;
   void send(const RailRound& round, const RailRows& rows, int num_sms, cudaStream_t stream) override;
   void wait_free(const RailRound& round, cudaStream_t stream) override;
   void wait(const RailRound& round, cudaStream_t stream) override;

@@ -37,6 +37,10 @@ class NativeRail(Protocol):
     def sent_bytes(self) -> int:
         """Bytes of rows put to other nodes since then; the host waits for the device."""
 
+    def open(self, call: bytes, stream: int) -> None:
+        """Opens a call of all ranks, which `NativeExchange.opening` made. What the stream runs until the next opening
+        fills its outputs and leaves, unless they agreed."""
+
     def send(
         self, round: NativeRound, rows: Sequence[tuple[int, int, int]], token: int, num_sms: int, stream: int
     ) -> None:

@@ -22,11 +22,12 @@ _PHASES = (
     "go on: it gave the call up",
     "send its rows of a round",
     "take the rows of a round that this rank sent",
+    "come to the call",
 )
 _BETWEEN_NODES = 5  # from this phase on the peer is the rank of the own rail in a node, by the node's number
 _SLICE_SECS = 0.5  # of a wait, so that an interrupt is seen
 _NUM_VALUES = 8  # of a fault; behind those of a refusal there are headers
-_TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
+TEXT_SECS = 2.0  # how long to look for the reason of a rank that refused
 
 
 class DeviceFaults:
@@ -110,7 +111,7 @@ class DeviceFaults:
         """Raises this rank's own refusal, which the device has answered, as the other ranks raise it."""
         headers, epoch = self._headers(), self._exchange.answer()[1]
         self.leave_reason(str(error))
-        if len(self._memory.ranks) == 1:
+        if len(self._memory.group_ranks) == 1:
             raise error
         as_others = self._error(operation, REFUSE, epoch, headers, error)
         if _some_go_on(headers):
@@ -174,11 +175,10 @@ class DeviceFaults:
         self, operation: str, verdict: int, epoch: int, words: Sequence[Words], own: Exception | None = None
     ) -> Exception:
         """`own`: why this rank refused the call, if it did."""
-        headers = [header_of(row) for row in words]
-        own_operation = headers[self._memory.rank].operation
+        own_operation = header_of(words[self._memory.rank]).operation
         if operation == "a call" and 0 <= own_operation < len(OPERATIONS):
             operation = OPERATIONS[own_operation]
-        sentence = disagreement(headers) if verdict == DISAGREE else None
+        sentence = self._difference(verdict, words)
         if sentence is not None:
             return ConfigError(f"{operation}: {sentence}")
         if verdict == GROW:
@@ -187,14 +187,32 @@ class DeviceFaults:
                 "rank, and a call without a host wait cannot grow it; its outputs are NaN. Run it once without "
                 "max_rows, or give Buffer a larger num_nvl_bytes."
             )
-        rank = next((rank for rank, header in enumerate(headers) if 0 < header.status < len(ERRORS)), None)
-        if rank is None:  # of another version, say
+        refuser = self._refuser(words)
+        if refuser is None:  # of another version, say
             return RuntimeError(f"{operation} was refused: see the logs of all ranks.")
-        kind = ERRORS[headers[rank].status] or RuntimeError
-        if own is not None and rank == self._memory.rank:
-            return kind(f"EP rank {rank} refused {operation}: {own}")
-        text = self._memory.texts(self._reason_name(epoch), _TEXT_SECS, rank) or "see its log"
-        return kind(f"EP rank {rank} refused {operation}: {text}")
+        place, status = refuser
+        kind = ERRORS[status] or RuntimeError
+        if own is not None and place == self._place:
+            return kind(f"EP rank {place} refused {operation}: {own}")
+        text = self._reason_of(place, epoch, words) or "see its log"
+        return kind(f"EP rank {place} refused {operation}: {text}")
+
+    @property
+    def _place(self) -> int:
+        """Of this rank in the EP group."""
+        return self._memory.rank
+
+    def _difference(self, verdict: int, words: Sequence[Words]) -> str | None:
+        return disagreement([header_of(row) for row in words]) if verdict == DISAGREE else None
+
+    def _refuser(self, words: Sequence[Words]) -> tuple[int, int] | None:
+        """The first rank that refuses, by its place in the EP group, and its status."""
+        statuses = enumerate(row[STATUS_WORD] for row in words)
+        return next(((place, status) for place, status in statuses if 0 < status < len(ERRORS)), None)
+
+    def _reason_of(self, place: int, epoch: int, words: Sequence[Words]) -> str | None:
+        """What the rank at `place` says of a call that it refused."""
+        return self._memory.texts(self._reason_name(epoch), TEXT_SECS, place)
 
     def _reason_name(self, epoch: int) -> str:
         return f"reason/{self._memory.generation}/{epoch}"

@@ -52,7 +52,7 @@ def status_of(error: Exception) -> int:
 class Header:
     """One rank's announcement. It travels as one int64 row: the int fields, then `row_counts`.
 
-    The fields up to `placement` must be alike on all ranks; the others are each rank's own.
+    The fields up to `on_host` must be alike on all ranks; the others are each rank's own.
     """
 
     protocol: int = PROTOCOL
@@ -69,6 +69,7 @@ class Header:
     exact: int = 0
     grad_enabled: int = 1
     placement: int = 0
+    on_host: int = 0  # the ranks meet on the host in this exchange: it cannot go on by the device alone
     status: int = OK
     x_needs_grad: int = 0
     weights_need_grad: int = 0
@@ -103,7 +104,7 @@ class Header:
 
 
 _NUMBERS = tuple(field.name for field in fields(Header) if field.name != "row_counts")
-_MUST_MATCH = _NUMBERS[: _NUMBERS.index("placement") + 1]
+_MUST_MATCH = _NUMBERS[: _NUMBERS.index("on_host") + 1]
 _MATCH_WORDS = ("operation", *(name for name in _MUST_MATCH if name not in ("operation", "generation")))
 NUM_MATCH_WORDS = len(_MATCH_WORDS)
 _match_words_of = attrgetter(*_MATCH_WORDS)
@@ -122,6 +123,7 @@ _MEANING = {
     "exact": "exact",
     "grad_enabled": "whether gradients are enabled (torch.no_grad)",
     "placement": "expert_placement",
+    "on_host": "whether the handle knows its way between nodes (a pickled or deep copy does not: give all ranks one)",
 }
 
 
@@ -134,20 +136,33 @@ def _spell(name: str, value: int) -> str:
         return "none" if value < 0 else str(DTYPES[value])
     if name == "grad_enabled":
         return str(bool(value))
+    if name == "on_host":
+        return str(not value)
     if name == "layout":
         return LAYOUTS[value] if 0 <= value < len(LAYOUTS) else "none"
     return str(value)
 
 
-def disagreement(headers: Sequence[Header]) -> str | None:
-    """A sentence that names the first setting on which two ranks differ, with both values; None if all agree."""
+def match_field(number: int) -> str:
+    """The name of a field by its number among the match words."""
+    return _MATCH_WORDS[number]
+
+
+def disagreement(headers: Sequence[Header], places: Sequence[int] | None = None) -> str | None:
+    """A sentence that names the first setting on which two ranks differ, with both values; None if all agree.
+
+    Args:
+        headers: of some ranks or all.
+        places: theirs in the EP group, ascending; None for all.
+    """
+    places = range(len(headers)) if places is None else places
     for name in _MUST_MATCH:
         values = [getattr(header, name) for header in headers]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        other = next((number for number, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             return (
-                f"the ranks of the EP group disagree on {_MEANING[name]}: rank 0 has {_spell(name, values[0])}, "
-                f"rank {other} has {_spell(name, values[other])}. Give every rank the same value and call the "
-                "operations in the same order on every rank."
+                f"the ranks of the EP group disagree on {_MEANING[name]}: rank {places[0]} has "
+                f"{_spell(name, values[0])}, rank {places[other]} has {_spell(name, values[other])}. Give every rank "
+                "the same value and call the operations in the same order on every rank."
             )
     return None

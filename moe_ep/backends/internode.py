@@ -112,14 +112,18 @@ class InternodeBackend(TorchDistBackend):
         headers = super()._open(operation, handle, rows, weights, exact, needs_grad)
         if any(peer.lacks_route for peer in headers):
             with self._agreement.committed(operation):
-                departures = departures_of(handle.slot_rank, self.topology)
-                arrivals = self._arrivals(departures.counts)
-                words = pack_ids(departures.token, handle.slot_rank.index_select(0, departures.token), None)
-                arrived = self._hop(words, departures.counts, arrivals, operation)
-                token_D, slot_rank_DK, _ = unpack_ids(arrived, handle.num_topk, None)
-                route = route_between(handle, self.topology, departures, arrivals, token_D, slot_rank_DK)
-                handle.prepared[self._route_name] = route
+                self._make_route(handle, operation)
         return headers
+
+    def _make_route(self, handle: DispatchHandle, operation: str) -> None:
+        """Works it out of the handle alone, in one hop that carries slot ranks. Collective."""
+        departures = departures_of(handle.slot_rank, self.topology)
+        arrivals = self._arrivals(departures.counts)
+        words = pack_ids(departures.token, handle.slot_rank.index_select(0, departures.token), None)
+        arrived = self._hop(words, departures.counts, arrivals, operation)
+        token_D, slot_rank_DK, _ = unpack_ids(arrived, handle.num_topk, None)
+        route = route_between(handle, self.topology, departures, arrivals, token_D, slot_rank_DK)
+        handle.prepared[self._route_name] = route
 
     def _route(self, handle: DispatchHandle) -> TwoHopRoute:
         route: TwoHopRoute = handle.prepared[self._route_name]

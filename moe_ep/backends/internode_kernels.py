@@ -1,16 +1,18 @@
 """The backend between nodes on kernels: rails over CUDA IPC or NVSHMEM, and the exchange inside a node.
 
-Who sends what is worked out as `moe_ep.backends.internode` does it: on the device, by collectives that go through the
-host; so the ranks agree on every call on the host too, before it starts. Rows and gradients move on the device, without
-a wait of the host: `moe_ep.backends.two_hop_calls`. The rows of an `exact` combine, which has no kernels here, go
-through the host as well.
+Every call is opened on the device, where all ranks come to one verdict (`moe_ep.backends.node_legs.NodeLegs.open`). A
+call along a handle is kernels alone from there on, `moe_ep.backends.two_hop_calls`: one that some rank refuses fills
+its outputs with NaN, and `take_faults` says why. What goes on on the host waits for the verdict: who sends what is
+worked out as `moe_ep.backends.internode` does it, on the device, by collectives that go through the host, once for a
+handle; and the rows of an `exact` combine, which has no kernels here, go through the host as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from moe_ep._native import require
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
-from moe_ep.backends.header import Header
+from moe_ep.backends.header import OPERATIONS, Header, dtype_number, status_of
 from moe_ep.backends.internode import InternodeBackend
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_rows import aligned
@@ -29,7 +31,7 @@ from moe_ep.backends.rows import resize
 from moe_ep.backends.two_hop import TwoHopRoute
 from moe_ep.backends.two_hop_calls import TwoHopCalls
 from moe_ep.errors import EPTimeoutError
-from moe_ep.handle import DispatchHandle
+from moe_ep.handle import LAYOUTS, DispatchHandle
 from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.topology import Topology
 
@@ -53,10 +55,11 @@ class InternodeKernelsBackend(InternodeBackend):
         super().__init__(group, timeout_secs, topology, on_host=True)
         kernels = require()
         here = topology.ranks_of(self._node)
-        self._legs = NodeLegs(group, timeout_secs, part=range(here.start, here.stop))
+        self._legs = NodeLegs(group, timeout_secs, range(here.start, here.stop))
         self.rail = None
         if topology.num_nodes > 1 and group is not None:
             self.rail = RailMemory(group, topology, hop, self._legs, kernels, STAGING_BYTES, timeout_secs)
+            self._legs.tell_reasons(self.rail)
         self._calls = TwoHopCalls(self._legs, self.rail, kernels)
         self._kernels, self.hop = kernels, str(hop)
 
@@ -75,53 +78,80 @@ class InternodeKernelsBackend(InternodeBackend):
     def plan(self, request: DispatchRequest) -> DispatchPlan:
         self._legs.must_not_capture("dispatch")
         self._check_rows("dispatch", request.x)
+        self._calls.agree(_header("dispatch"))
         plan = super().plan(request)
-        # Combine's rows may be wider than FP8 ones: their rounds serve both.
-        self._routes(plan.handle, max(_row_bytes(request.x), 2 * request.x.shape[1]))
-        if request.layout == "compact":
-            plan.handle.prepared[_NOT_HERE] = _NotHere(self._route(plan.handle), plan.row_idx < 0)
+        with self._agreement.committed("dispatch"):
+            if request.layout == "compact":
+                plan.handle.prepared[_NOT_HERE] = plan.row_idx < 0
+            # Combine's rows may be wider than FP8 ones: their rounds serve both.
+            self._make_rounds(plan.handle, max(_row_bytes(request.x), 2 * request.x.shape[1]))
         return plan
 
+    def open_dispatch(self, handle: DispatchHandle, x: Tensor) -> None:
+        """No exchange: the header travels in front of the rows."""
+        self._check_rows("cached dispatch", x)
+
+    def dispatch(self, handle: DispatchHandle, x: Tensor) -> Tensor:
+        return self._move(handle, "cached dispatch", x)[0]
+
     def dispatch_scaled(self, handle: DispatchHandle, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        with self._agreement.committed("dispatch"):
-            rows, row_scales, _ = self._move(handle, "cached dispatch", x, scales)
+        rows, row_scales, _ = self._move(handle, "cached dispatch", x, scales)
         assert row_scales is not None
         return rows, row_scales
 
-    def _rows_of(self, handle: DispatchHandle, x: Tensor, padding: float = 0) -> Tensor:
-        return self._move(handle, "cached dispatch", x)[0]
+    def dispatch_backward(
+        self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_x = grad_weights = None
+        if handle.x_needs_grad:
+            self._check_rows("dispatch backward", grad_rows)
+            grad_x = self._sum_home(handle, grad_rows, None, "dispatch backward")
+        if handle.weights_need_grad and grad_row_weights is not None:
+            grad_weights = self._gather_weights(handle, grad_row_weights)
+        return grad_x, grad_weights
 
     def _gather_weights(self, handle: DispatchHandle, grad_row_weights: Tensor) -> Tensor:
         """Each slot has one term, so a sum of rows of K numbers brings them home; -0 leaves every term as it is."""
         num_topk, wide = handle.num_topk, accumulation_dtype(grad_row_weights.dtype)
         numbers = grad_row_weights.to(wide)
         if handle.layout == "compact":
-            terms_RK = numbers.masked_fill(self._not_here(handle), -0.0)
+            if _NOT_HERE not in handle.prepared:
+                self._prepare(_header("dispatch backward", handle, numbers), handle, _row_bytes(numbers))
+            not_here: Tensor = handle.prepared[_NOT_HERE]
+            self._legs.hold_for_graph(not_here)
+            terms_RK = numbers.masked_fill(not_here, -0.0)
         else:
             slot_R = (handle.row_pair % num_topk).unsqueeze(1)
             terms_RK = numbers.new_full((handle.num_rows, num_topk), -0.0).scatter_(1, slot_R, numbers.unsqueeze(1))
         came_TK = self._sum_home(handle, terms_RK, None, "dispatch backward")
         return came_TK.masked_fill(handle.slot_rank < 0, 0).to(grad_row_weights.dtype)
 
-    def _not_here(self, handle: DispatchHandle) -> Tensor:
-        """[R, K] of compact rows: the slots whose expert is not on this rank. Collective where a plan did not tell."""
-        route = self._route(handle)
-        known: _NotHere | None = handle.prepared.get(_NOT_HERE)
-        if known is None or known.route is not route:
-            self._legs.must_not_capture("a call along a copied handle")
-            relayed = route.slot_rank.index_select(0, route.relay_row)
-            came_SK = self._within(relayed, route.relay_sends, route.relay_recvs, "dispatch backward")
-            mask = came_SK.index_select(0, route.compact_order) != self.rank
-            padded = resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
-            known = handle.prepared[_NOT_HERE] = _NotHere(route, padded)
-        self._legs.hold_for_graph(known)
-        return known.mask
-
     # -- combine ----------------------------------------------------------------------------------------------------
 
+    def open_combine(
+        self, handle: DispatchHandle, rows: Tensor, weights: Tensor | None, exact: bool, needs_grad: bool
+    ) -> bool:
+        """Nobody waits for the others' wishes here: all ranks join the backward where gradients are enabled."""
+        self._check_rows("combine", rows)
+        return torch.is_grad_enabled()
+
+    def combine(
+        self,
+        handle: DispatchHandle,
+        rows: Tensor,
+        weights: Tensor | None,
+        exact: bool,
+        bias: Sequence[Tensor] = (),
+    ) -> Tensor:
+        if not exact:
+            return self._sum_home(handle, rows, weights, "combine", bias)
+        self._legs.must_not_capture("an exact combine between nodes")
+        self._calls.agree(_header("combine", handle, rows, weights, exact=True))
+        super().open_combine(handle, rows, weights, exact, needs_grad=False)  # makes a route where a rank has none
+        return super().combine(handle, rows, weights, exact, bias)
+
     def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
-        with self._agreement.committed("combine"):
-            return self._sum_home(handle, weights, None, "combine")
+        return self._sum_home(handle, weights, None, "combine")
 
     def _sum_home(
         self,
@@ -131,23 +161,36 @@ class InternodeKernelsBackend(InternodeBackend):
         what: str,
         bias: Sequence[Tensor] = (),
     ) -> Tensor:
-        routes = self._routes(handle, _row_bytes(rows))
+        header = _header(what, handle, rows, weights)
+        routes = self._prepare(header, handle, _row_bytes(rows))
         self._calls.num_sms = self.num_sms
         factors = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
         self._count(routes.homeward.num_crossing, _row_bytes(rows))
-        return self._calls.combine(routes, what, rows, factors, bias, self.joins_stream)
+        return self._calls.combine(routes, header, rows, factors, bias, self.joins_stream)
 
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        self._open("combine backward", handle, grad_y)
+        self._check_rows("combine backward", grad_y)
         factors = None if weights is None else weights.to(accumulation_dtype(grad_y.dtype)).contiguous()
         made = None if rows is None else aligned(rows).contiguous()
-        with self._agreement.committed("combine backward"):
-            grad_rows, _, grad_weights = self._move(handle, "combine backward", grad_y, None, factors, made)
+        grad_rows, _, grad_weights = self._move(handle, "combine backward", grad_y, None, factors, made)
         return grad_rows, None if grad_weights is None or weights is None else grad_weights.to(weights.dtype)
 
     # -- the group --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Through the host, as the plans' collectives."""
+        self._legs.must_not_capture("all_reduce between nodes")
+        number = dtype_number(tensor.dtype)
+        self._calls.agree(Header(operation=OPERATIONS.index("all_reduce"), hidden=tensor.numel(), dtype=number))
+        return super().all_reduce(tensor)
+
+    def refuse(self, operation: str, error: Exception) -> NoReturn:
+        # Inside a capture nothing runs that could tell the others; their replays will find this rank missing.
+        if isinstance(error, EPTimeoutError) or self._legs.is_closed or torch.cuda.is_current_stream_capturing():
+            raise error
+        self._calls.refuse(_header(operation), status_of(error), error)
 
     def take_faults(self) -> list[str]:
         try:
@@ -172,18 +215,6 @@ class InternodeKernelsBackend(InternodeBackend):
             self.rail.close(self._calls.stream)
 
     # -- calls ------------------------------------------------------------------------------------------------------
-
-    def _open(
-        self,
-        operation: str,
-        handle: DispatchHandle,
-        rows: Tensor,
-        weights: Tensor | None = None,
-        exact: bool = False,
-        needs_grad: bool = False,
-    ) -> list[Header]:
-        self._check_rows(operation, rows)
-        return super()._open(operation, handle, rows, weights, exact, needs_grad)
 
     def _check_rows(self, operation: str, rows: Tensor) -> None:
         self._legs.raise_if_dead(operation)
@@ -210,33 +241,61 @@ class InternodeKernelsBackend(InternodeBackend):
         weights: Tensor | None = None,
         made_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        row_bytes = _row_bytes(x) + (0 if scales is None else _row_bytes(scales))
-        routes = self._routes(handle, row_bytes)
+        row_bytes, header = _row_bytes(x) + (0 if scales is None else _row_bytes(scales)), _header(operation, handle, x)
+        routes = self._prepare(header, handle, row_bytes)
         self._calls.num_sms = self.num_sms
         self._count(routes.outward.num_crossing, row_bytes)
-        return self._calls.move(routes, operation, x, scales, weights, made_rows, self.joins_stream)
+        return self._calls.move(routes, header, x, scales, weights, made_rows, self.joins_stream)
 
     def _count(self, num_rows: int, row_bytes: int) -> None:
         self.crossings.num_rows += num_rows
         self.crossings.num_bytes += num_rows * row_bytes
 
-    def _routes(self, handle: DispatchHandle, row_bytes: int) -> RailRoutes:
-        """Rounds for rows of so many bytes: of an earlier call if they fit, else new ones, which is collective."""
-        two_hop, limit = self._route(handle), self.rail.flow_bytes if self.rail is not None else 0
-        made: list[RailRoutes] = handle.prepared.setdefault(_ROUNDS, [])
-        for routes in made:
-            if routes.two_hop is two_hop and (not limit or routes.flow_rows * row_bytes <= limit):
-                return routes
+    # -- the way of a handle ------------------------------------------------------------------------------------------
+
+    def _prepare(self, header: Header, handle: DispatchHandle, row_bytes: int) -> RailRoutes:
+        """Rounds for rows of so many bytes: of an earlier call if they fit.
+
+        Else new ones, and for a copy of the handle its way as well: an exchange of its own, on the host.
+        """
+        routes = self._rounds_of(handle, row_bytes)
+        if routes is not None:
+            return routes
+        operation = OPERATIONS[header.operation]
         self._legs.must_not_capture("the first call along a handle")
+        self._calls.agree(replace(header, on_host=1))
+        with self._agreement.committed(operation):
+            if self._route_name not in handle.prepared:
+                self._make_route(handle, operation)
+            if handle.layout == "compact" and _NOT_HERE not in handle.prepared:
+                handle.prepared[_NOT_HERE] = self._not_here(handle)
+            return self._make_rounds(handle, row_bytes)
+
+    def _not_here(self, handle: DispatchHandle) -> Tensor:
+        """[R, K] of compact rows: the slots whose expert is not on this rank. Collective."""
+        route = self._route(handle)
+        relayed = route.slot_rank.index_select(0, route.relay_row)
+        came_SK = self._within(relayed, route.relay_sends, route.relay_recvs, "dispatch backward")
+        mask = came_SK.index_select(0, route.compact_order) != self.rank
+        return resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
+
+    def _rounds_of(self, handle: DispatchHandle, row_bytes: int) -> RailRoutes | None:
+        limit = self.rail.flow_bytes if self.rail is not None else 0
+        made: list[RailRoutes] = handle.prepared.get(_ROUNDS, [])
+        return next((routes for routes in made if not limit or routes.flow_rows * row_bytes <= limit), None)
+
+    def _make_rounds(self, handle: DispatchHandle, row_bytes: int) -> RailRoutes:
+        """Collective."""
+        two_hop, limit = self._route(handle), self.rail.flow_bytes if self.rail is not None else 0
         size, rows = max(1, *handle.rank_tokens), None
         if limit:
             size, room = overlapping(max(handle.rank_tokens)), 1 << (limit // row_bytes).bit_length() - 1
             if size > room:
                 size, rows = self._longest_round(two_hop, size, room), room
         rounds = rounds_of(handle, two_hop, self.topology, size, partial(self._within, what="dispatch"), rows)
-        made[:] = [routes for routes in made if routes.two_hop is two_hop]
-        made.append(rail_routes(handle, two_hop, rounds, self._node, self._kernels))
-        return made[-1]
+        made = rail_routes(handle, two_hop, rounds, self._node, self._kernels)
+        handle.prepared.setdefault(_ROUNDS, []).append(made)
+        return made
 
     def _longest_round(self, two_hop: TwoHopRoute, most: int, room: int) -> int:
         """The most tokens of a round, at most `most`, of which no rank sends more than `room` rows to a node."""
@@ -254,11 +313,30 @@ def overlapping(most_tokens: int) -> int:
     return 1 << (even - 1).bit_length()
 
 
-class _NotHere(NamedTuple):
-    """Slots of compact rows without an expert here, and the route by which this is known."""
-
-    route: TwoHopRoute
-    mask: Tensor
+def _header(
+    operation: str,
+    handle: DispatchHandle | None = None,
+    rows: Tensor | None = None,
+    weights: Tensor | None = None,
+    exact: bool = False,
+) -> Header:
+    """Of a call along a handle; or of one that says the rest on the host, or is refused."""
+    number = OPERATIONS.index(operation)
+    if handle is None or rows is None:
+        return Header(operation=number)
+    return Header(
+        operation=number,
+        handle=handle.uid,
+        hidden=rows.shape[1],
+        num_topk=handle.num_topk,
+        num_experts=handle.num_experts,
+        dtype=dtype_number(rows.dtype),
+        weights_dtype=-1 if weights is None else dtype_number(weights.dtype),
+        layout=LAYOUTS.index(handle.layout),
+        alignment=handle.alignment,
+        exact=exact,
+        placement=handle.placement,
+    )
 
 
 def _row_bytes(rows: Tensor) -> int:

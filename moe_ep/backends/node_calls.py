@@ -111,29 +111,38 @@ class NodeCalls:
                 "a handle that was made before the capture."
             )
 
-    def _grow_together(self, header: Header, need_bytes: int) -> None:
-        if need_bytes <= self._exchange.slot_bytes:
-            return
+    def _must_not_grow_in_capture(self, need_bytes: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the call needs {need_bytes} bytes a slot and the buffer has {self._exchange.slot_bytes}; memory "
                 "cannot grow inside a CUDA graph. Run the call once before the capture, or give Buffer a "
                 f"num_nvl_bytes of at least {2 * need_bytes}."
             )
+
+    def _grow_together(self, header: Header, need_bytes: int) -> None:
+        if need_bytes <= self._exchange.slot_bytes:
+            return
+        self._must_not_grow_in_capture(need_bytes)
         self.settle()
         question = self._send_header(header, OK, need_bytes)
         if self._ask(OPERATIONS[header.operation], question, None)[0] == GROW:
             self._grow()
 
+    def _why_not_grow(self, need_bytes: int) -> RuntimeError | None:
+        """What stands against more memory on this rank, and so on all."""
+        if not self._is_in_graph:
+            return None
+        return RuntimeError(
+            f"the call needs {need_bytes} bytes a slot on some rank, the buffer has {self._exchange.slot_bytes}, "
+            "and its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest "
+            f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
+        )
+
     def _grow(self) -> None:
         """Makes room for the call that was answered last. Collective."""
         need_bytes = max(self._faults.needs(NEED_WORD))
-        if self._is_in_graph:
-            raise RuntimeError(
-                f"the call needs {need_bytes} bytes a slot on some rank, the buffer has {self._exchange.slot_bytes}, "
-                "and its memory cannot grow any more, because a CUDA graph holds addresses in it. Make the largest "
-                f"call before the capture, or give Buffer a num_nvl_bytes of at least {2 * need_bytes}."
-            )
+        if (obstacle := self._why_not_grow(need_bytes)) is not None:
+            raise obstacle
         # The second kernel of a plan is behind the answer, and has to see the old generation's state (rule 19).
         self._synchronize()
         try:

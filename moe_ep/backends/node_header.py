@@ -5,22 +5,26 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from moe_ep.backends.header import NUM_MATCH_WORDS, OK, Header
+from moe_ep.backends.header import OK, Header
 
+OPENING_WORD = 14  # of the header that opens a call between nodes: its number, set by the device; 0 in all others
+ELSEWHERE_NODE_WORD = 15  # 1 + the node where the rank of the sender's rail refuses, or differs in ...
+ELSEWHERE_FIELD_WORD, ELSEWHERE_VALUE_WORD = 16, 17  # ... the match word of this number, which has this value there
 GOES_ON_WORD = 18  # this rank's host does not wait for the verdict: it has started the rows behind a plan
 NEED_WORD = 25  # bytes that this rank puts into its slot
 STATUS_WORD = 28
 DOES_NOT_FIT = 100  # status of a rank that needs more bytes than a slot has; the call itself finds out
+DIFFERS_ELSEWHERE = 101  # of one that differs from the rank of its rail in another node
 HEADER_WORDS = 32
 _WORDS = struct.Struct(f"{HEADER_WORDS}q")
-_BEFORE_GOES_ON = (0,) * (GOES_ON_WORD - NUM_MATCH_WORDS)
+_BEFORE_GOES_ON = (0,) * (GOES_ON_WORD - OPENING_WORD - 1)
 _BEFORE_NEED = (0,) * (NEED_WORD - GOES_ON_WORD - 1)
 _OFFSETS = (0, 0)
 
 Words = tuple[int, ...]
 
 
-def pack(header: Header, status: int = OK, need_bytes: int = 0, goes_on: bool = False) -> bytes:
+def pack(header: Header, status: int = OK, need_bytes: int = 0, goes_on: bool = False, opens: bool = False) -> bytes:
     """The words of a call; the first `NUM_MATCH_WORDS` must be alike on all ranks.
 
     Args:
@@ -28,9 +32,11 @@ def pack(header: Header, status: int = OK, need_bytes: int = 0, goes_on: bool = 
         status: OK, or the number of an error class.
         need_bytes: what this rank puts into its slot.
         goes_on: whether this rank's host has started the next call without a look at the verdict.
+        opens: whether it opens a call between nodes.
     """
     return _WORDS.pack(
         *header.match_words(),
+        opens,
         *_BEFORE_GOES_ON,
         goes_on,
         *_BEFORE_NEED,

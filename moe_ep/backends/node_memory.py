@@ -74,6 +74,26 @@ class Gathering:
             "their logs."
         )
 
+    def leave(self, name: str, text: str) -> None:
+        """This rank's text, for those that look for it."""
+        within(STORE_SECS, lambda: self.store.set(f"{name}/{self.rank}", text))
+
+    def left(self, name: str, rank: int, limit_secs: float) -> str | None:
+        """What `rank` left under `name`, or None if nothing within the limit."""
+        key, deadline = f"{name}/{rank}", time.monotonic() + limit_secs
+
+        def work() -> str | None:
+            while not self.store.check([key]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_POLL_SECS)
+            return self.store.get(key).decode()
+
+        try:
+            return within(limit_secs + STORE_SECS, work)
+        except RuntimeError:  # the store is gone: the text is not worth another failure
+            return None
+
 
 def host_id() -> str:
     """This machine as long as it runs: the kernel's boot number, which containers on it share."""
@@ -279,26 +299,11 @@ class NodeMemory:
 
     def texts(self, name: str, limit_secs: float, rank: int) -> str | None:
         """What `rank` left under `name`, or None if nothing within the limit."""
-        if self._gathering is None:
-            return None
-        key = f"{name}/{rank}"
-        deadline = time.monotonic() + limit_secs
-
-        def work() -> str | None:
-            while not self._store.check([key]):
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(_POLL_SECS)
-            return self._store.get(key).decode()
-
-        try:
-            return within(limit_secs + STORE_SECS, work)
-        except RuntimeError:  # the store is gone: the text is not worth another failure
-            return None
+        return None if self._gathering is None else self._gathering.left(name, rank, limit_secs)
 
     def leave_text(self, name: str, text: str) -> None:
         if self._gathering is not None:
-            within(STORE_SECS, lambda: self._store.set(f"{name}/{self.rank}", text))
+            self._gathering.leave(name, text)
 
     def gather(self, name: str, text: str) -> list[str]:
         """Every rank's text, in rank order, under a name that is used once. Collective, a barrier too.

@@ -91,6 +91,14 @@ class RailMemory:
         if self._hop == "nvshmem":
             nvshmem_world().generation = self._generation
 
+    def leave_reason(self, opening: int, text: str) -> None:
+        """Tells the ranks of the EP group why this one refused an opening."""
+        self._gathering.leave(f"reason/{self._generation}/{opening}", text)
+
+    def reason(self, opening: int, place: int, limit_secs: float) -> str | None:
+        """What the rank at `place` left, or None if nothing within the limit."""
+        return self._gathering.left(f"reason/{self._generation}/{opening}", place, limit_secs)
+
     def drain(self, stream: int) -> None:
         """Until the ranks of the rail have taken what this one sent."""
         behind_all = self.rounds(

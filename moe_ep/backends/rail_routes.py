@@ -54,7 +54,6 @@ class RailRoutes:
     """One rank's part in the rounds of a dispatch, and of a combine, which takes the other way.
 
     Attributes:
-        two_hop: what it was made from.
         round_tokens, flow_rows: C and F.
         num_rounds: of a call on the rail, even.
         token: [departures] int32, source tokens.
@@ -65,7 +64,6 @@ class RailRoutes:
         straight: where the rows that this rank hands out are what its node has for each arrived row, or None.
     """
 
-    two_hop: TwoHopRoute
     round_tokens: int
     flow_rows: int
     num_rounds: int
@@ -102,7 +100,6 @@ def rail_routes(
     own = kernel_view(rounds.own, kernels, handle.num_experts, is_padding)
     calls = [kernel_view(call, kernels, 1, torch.zeros_like(is_padding)) for call in rounds.calls[:num_active]]
     return RailRoutes(
-        two_hop=two_hop,
         round_tokens=rounds.round_tokens,
         flow_rows=rounds.flow_rows,
         num_rounds=len(rounds.calls),

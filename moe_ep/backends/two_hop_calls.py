@@ -9,11 +9,15 @@ Sends have a stream of their own, so that both hops are under way at once; they 
 an order in which a kernel waits only for what every rank launches before it: a send waits for the answers to the round
 before the last, so it is launched behind them. Hence streams may share a queue of the GPU, and a launch may wait for
 kernels that run, as the first one of a kernel can.
+
+Every call is opened first: the ranks agree on it on the device, and where they do not, all that is launched for it
+leaves (`NodeLegs.open`). The host waits for that only where it has to go on itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +25,7 @@ from torch import Tensor
 from moe_ep._native.arguments import address
 from moe_ep._native.exchange import NativeRows
 from moe_ep._native.rail import NativeRound, RailKernels
-from moe_ep.backends.header import OPERATIONS
+from moe_ep.backends.header import OK, OPERATIONS, Header, status_of
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_rows import Load, aligned, kind_of
 from moe_ep.backends.rail_memory import RailMemory
@@ -72,12 +76,28 @@ class TwoHopCalls:
             with torch.cuda.stream(self.stream):
                 self._rail.settle(self.stream)
 
+    # -- openings -----------------------------------------------------------------------------------------------------
+
+    def agree(self, header: Header) -> None:
+        """Opens a call that goes on on the host: waits, and raises what all ranks raise unless they agree."""
+        self._node.await_go(OPERATIONS[header.operation], self._open(header, asks=True))
+
+    def refuse(self, header: Header, status: int, error: Exception) -> NoReturn:
+        """Opens the call in which the other ranks are, and refuses it."""
+        question = self._open(header, status, asks=True)
+        self._node.refused(OPERATIONS[header.operation], question, error)
+
+    def _open(self, header: Header, status: int = OK, asks: bool = False) -> int:
+        self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
+        with torch.cuda.stream(self.stream):
+            return self._node.open(header, None if self._rail is None else self._rail.native, status, asks)
+
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
     def move(
         self,
         routes: RailRoutes,
-        operation: str,
+        header: Header,
         x: Tensor,
         scales: Tensor | None = None,
         weights: Tensor | None = None,
@@ -88,15 +108,14 @@ class TwoHopCalls:
 
         The gradient is made where `made_rows` [R, H] is given.
         """
-        load = Load(x, scales, None)
+        load, operation = Load(x, scales, None), OPERATIONS[header.operation]
         outs = load.outs(routes.own.num_rows)
         grad_weights = None if made_rows is None or weights is None else torch.empty_like(weights)
         rows, row_bytes = load.native(*outs), load.row_bytes
         most_bytes = self._node.needs(routes.own, row_bytes)
         if routes.calls and (weights is not None or self._rail is None or not self._rail.block_number):
             most_bytes = max(most_bytes, *(self._node.needs(call, row_bytes) for call in routes.calls))
-        self._node.make_room(routes.own, row_bytes, most_bytes)
-        num_sms = self._begin(routes)
+        num_sms = self._begin(routes, header, row_bytes, most_bytes)
         extra = (weights, made_rows, grad_weights)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.outward, operation, row_bytes)
@@ -145,24 +164,23 @@ class TwoHopCalls:
     def combine(
         self,
         routes: RailRoutes,
-        operation: str,
+        header: Header,
         rows: Tensor,
         weights: Tensor | None = None,
         bias: Sequence[Tensor] = (),
         joins: bool = True,
     ) -> Tensor:
         """Rows [R, H] home, summed: slots, then the ranks of a node, then nodes behind the tensors of `bias`."""
-        given = rows.shape[1]
+        given, operation = rows.shape[1], OPERATIONS[header.operation]
         rows = aligned(rows).contiguous()
         bias = tuple(aligned(tensor).contiguous() for tensor in bias)
         row_bytes = rows.shape[1] * rows.element_size()
         y = rows.new_empty(routes.own.num_tokens, rows.shape[1])
         straight = routes.straight is not None and bool(routes.calls)
         own = rows if straight else torch.empty_like(y) if routes.calls else y
-        if not straight:
-            most_bytes = max(self._node.needs(call, row_bytes) for call in (routes.own, *routes.calls))
-            self._node.make_room(routes.own, row_bytes, most_bytes)
-        num_sms = self._begin(routes)
+        calls = () if straight else (routes.own, *routes.calls)
+        most_bytes = max((self._node.needs(call, row_bytes) for call in calls), default=0)
+        num_sms = self._begin(routes, header, row_bytes, most_bytes)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)
             leaving = [(rows.data_ptr(), row_bytes, row_bytes)]
@@ -238,9 +256,15 @@ class TwoHopCalls:
         """The calls inside the node have more to do: they take up what came, and the own rows as well."""
         return max(1, self.num_sms // 3)
 
-    def _begin(self, routes: RailRoutes) -> int:
-        """Orders the streams behind the caller's; SMs of the calls inside the node."""
-        self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
+    def _begin(self, routes: RailRoutes, header: Header, row_bytes: int, most_bytes: int) -> int:
+        """Opens a call behind the caller's stream, and makes room in the slots; SMs of the calls inside the node."""
+        grows = self._node.lacks_room(most_bytes)
+        if grows and (obstacle := self._node.why_not_grow(most_bytes)) is not None:
+            self.refuse(header, status_of(obstacle), obstacle)  # the other nodes do not know
+        question = self._open(header, asks=grows)
+        if grows:  # together with the ranks of the node alone, so not before all ranks agree
+            self._node.await_go(OPERATIONS[header.operation], question)
+            self._node.make_room(routes.own, row_bytes, most_bytes)
         with torch.cuda.stream(self.stream):
             self._node.hold_for_graph(routes)
         if not routes.calls:

@@ -11,11 +11,22 @@ import torch.distributed as dist
 
 from moe_ep._native import require
 from moe_ep._native.rail import load_nvshmem
+from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header
+from moe_ep.backends.node_header import (
+    DIFFERS_ELSEWHERE,
+    ELSEWHERE_FIELD_WORD,
+    ELSEWHERE_NODE_WORD,
+    ELSEWHERE_VALUE_WORD,
+    OPENING_WORD,
+    STATUS_WORD,
+    pack,
+)
 from moe_ep.backends.node_memory import _DeviceBytes
 
 HIDDEN = 512  # of float32 rows; the second kind of rows has an eighth of it
 ROW_BYTES = HIDDEN * 4 + HIDDEN // 2
 NUM_CALLS = 5
+NUM_OPENINGS, HIDDEN_WORD = 60, 3
 
 
 class RailOfTest:
@@ -173,6 +184,38 @@ def check_calls(rail: RailOfTest, num_rounds: int, most_rows: int) -> int:
                     assert torch.equal(came[k][node].cpu(), side_by_side[tokens[node][rail.node][k]]), (call, node, k)
                     num_rows += coming[node][k]
     return num_rows
+
+
+def openings_are_heard(group: dist.ProcessGroup, transport: str) -> int:
+    """Many openings, of which a node refuses some, and differs in others: what every rank tells its own node then."""
+    rail, dice, num_heard = RailOfTest(group, transport, 4, timeout_secs=30), random.Random(3), 0
+    nodes = range(rail.num_nodes)
+    for number in range(1, NUM_OPENINGS + 1):
+        refuser = dice.choice([None, None, *nodes])
+        odd = dice.choice([None, None, *nodes])
+        header = Header(operation=OPERATIONS.index("combine"), hidden=512 + (rail.node == odd))
+        packed = pack(header, 3 if rail.node == refuser else OK, opens=True)
+        stream = torch.cuda.current_stream().cuda_stream
+        time.sleep(random.Random(100 * number + rail.node).choice([0.0, 0.0, 0.002]))
+        rail.rail.open(rail.exchange.opening(packed, NUM_MATCH_WORDS, 0), stream)
+        torch.cuda.synchronize()
+        faults = rail.exchange.take_faults()
+        if refuser is None and odd is None:
+            assert faults == [], (number, faults)
+            continue
+        ((name, values),) = faults
+        words = values[8:]
+        assert (name, values[1], words[OPENING_WORD]) == ("refused", number - 1, number)
+        heard = words[STATUS_WORD], words[ELSEWHERE_NODE_WORD], words[ELSEWHERE_FIELD_WORD], words[ELSEWHERE_VALUE_WORD]
+        if refuser is not None:
+            assert heard == (3, 0 if refuser == rail.node else refuser + 1, 0, 0), (number, refuser, heard)
+        else:
+            other = odd if odd != rail.node else (0 if odd != 0 else 1)
+            value = 512 if odd == rail.node else 513
+            assert heard == (DIFFERS_ELSEWHERE, other + 1, HIDDEN_WORD, value), (number, odd, heard)
+        num_heard += 1
+    rail.close(group)
+    return num_heard
 
 
 def silence_is_reported(group: dist.ProcessGroup, transport: str) -> list[tuple[str, list[int]]]:

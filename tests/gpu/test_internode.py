@@ -103,7 +103,7 @@ def test_one_connection_to_the_gpu_is_enough(monkeypatch: pytest.MonkeyPatch, la
 
 
 def _skips_a_call(group: dist.ProcessGroup) -> list[str]:
-    """Rank 1 agrees to a combine and does not launch it; then all reset, and the buffer works."""
+    """Rank 1 leaves a combine out; then all reset, and the buffer works."""
     sentences = []
     with moe_ep.Buffer(group, backend="internode", hop="ipc", ranks_per_node=1, timeout_secs=2) as buffer:
         x, idx = torch.ones(64, 128, device="cuda"), torch.arange(128, device="cuda").view(64, 2) % 4
@@ -128,11 +128,11 @@ def _skips_a_call(group: dist.ProcessGroup) -> list[str]:
     return sentences
 
 
-def test_a_node_that_sends_nothing_is_named_with_the_hop_and_reset_makes_the_buffer_usable(ranks: Pools) -> None:
+def test_a_rank_of_another_node_that_does_not_come_is_named_and_reset_makes_the_buffer_usable(ranks: Pools) -> None:
     sentences = ranks.run(_skips_a_call, 2)[0]
     assert len(sentences) == 2
     for sentence in sentences:
-        assert "rank 1, of this rail in node 1, did not send its rows of a round" in sentence
+        assert "rank 1, of this rail in node 1, did not come to the call" in sentence
         assert "combine on rank 0 of the EP group of ranks [0, 1] failed at its limit of 2 s" in sentence
 
 

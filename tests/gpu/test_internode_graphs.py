@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,11 +44,29 @@ def _replays(group: dist.ProcessGroup, layout: str) -> None:
                 buffer.reset()
             first = static.clone()
             if replay % 10 == 7:  # all ranks work the routes out anew: the graph goes on with those that it knows
-                moe_ep.combine(buffer, rows, copy.copy(handle) if rank == 0 else handle)
+                handle.prepared.clear()
+                moe_ep.combine(buffer, rows, handle)
                 junk = [torch.full((1 << 16,), 0x7FFFFFFF, dtype=torch.int32, device="cuda") for _ in range(20)]
                 del junk
             assert_same_bits(first, moe_ep.combine(buffer, rows, handle), f"sums of replay {replay}")
+            if replay % 10 == 2:
+                _one_refuses(buffer, graph, static, rank == replay // 10 % world)
+                graph.replay()
+                assert_same_bits(static.clone(), first, f"sums behind the refusal of replay {replay}")
         torch.cuda.synchronize()
+        buffer.check()
+
+
+def _one_refuses(buffer: moe_ep.Buffer, graph: torch.cuda.CUDAGraph, sums: Tensor, is_me: bool) -> None:
+    """One rank refuses instead of a replay: the others get NaN, and are told who it was."""
+    if is_me:
+        with pytest.raises(ValueError, match="refused combine: not this one"):
+            buffer.backend.refuse("combine", ValueError("not this one"))
+        return
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool(sums.isnan().all())
+    with pytest.raises(RuntimeError, match="EP rank . refused combine: not this one"):
         buffer.check()
 
 

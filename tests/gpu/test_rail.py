@@ -8,7 +8,13 @@ import pytest
 
 from moe_ep.backends.device_faults import _PHASES
 from tests.gpu.nvshmem_ranks import nvshmem_pool
-from tests.gpu.rail_jobs import generations_do_not_mix, rounds_arrive, silence_is_reported, start_nvshmem
+from tests.gpu.rail_jobs import (
+    generations_do_not_mix,
+    openings_are_heard,
+    rounds_arrive,
+    silence_is_reported,
+    start_nvshmem,
+)
 from tests.helpers.ranks import Pool, Pools
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +45,13 @@ def test_a_node_that_does_not_send_is_named_over_ipc(ranks: Pools) -> None:
         assert _PHASES[values[1]] == "send its rows of a round"
 
 
+@pytest.mark.parametrize("num_nodes", [2, 3, 4])
+def test_a_rank_hears_which_node_refuses_an_opening_or_differs_over_ipc(ranks: Pools, num_nodes: int) -> None:
+    num_heard = ranks.run(openings_are_heard, num_nodes, "ipc")
+    assert num_heard[0] > 0
+    assert len(set(num_heard)) == 1
+
+
 @pytest.fixture(scope="module")
 def over_nvshmem(say: Callable[[str], None]) -> Iterator[Pool]:
     """Ranks with NVSHMEM."""
@@ -55,3 +68,9 @@ def test_rows_arrive_in_their_rounds_over_nvshmem(over_nvshmem: Pool, num_rounds
 
 def test_rows_of_a_call_that_was_given_up_do_not_come_into_a_new_generation_over_nvshmem(over_nvshmem: Pool) -> None:
     assert all(num > 0 for num in over_nvshmem.run(generations_do_not_mix, 2, ("nvshmem", 300), 60.0))
+
+
+def test_a_rank_hears_which_node_refuses_an_opening_or_differs_over_nvshmem(over_nvshmem: Pool) -> None:
+    num_heard = over_nvshmem.run(openings_are_heard, 2, ("nvshmem",), 60.0)
+    assert num_heard[0] > 0
+    assert len(set(num_heard)) == 1

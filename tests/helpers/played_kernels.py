@@ -8,7 +8,8 @@ which the order of launches on the streams must allow.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import pickle
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -21,44 +22,23 @@ from torch import Tensor
 
 from moe_ep._native.exchange import Answer
 from moe_ep.backends import internode_choice, internode_kernels, node_calls, node_memory
-from moe_ep.backends.device_faults import GO, GROW
+from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.node_calls import NodeCalls
-from moe_ep.backends.node_header import NEED_WORD
+from moe_ep.backends.node_header import (
+    DIFFERS_ELSEWHERE,
+    ELSEWHERE_FIELD_WORD,
+    ELSEWHERE_NODE_WORD,
+    ELSEWHERE_VALUE_WORD,
+    NEED_WORD,
+    OPENING_WORD,
+    STATUS_WORD,
+)
 from moe_ep.ordered_sum import accumulation_dtype
 from tests.helpers.fake_exchange import KernelSizes
+from tests.helpers.played_memory import NAMES, fill_rows, memory_at, numbers_at, ordered_sum, pattern_of, rows_at
 
 SIGNAL_BYTES = 512  # of a block, before its slots
 PAGE_BYTES = 4096
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-NAMES["float64"] = torch.float64
-
-
-def memory_at(address: int, num_bytes: int) -> Tensor:
-    """[num_bytes] uint8 over memory of this process."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    assert address, "a kernel was given no address"
-    return torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
-
-
-def numbers_at(address: int, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return memory_at(address, count * dtype.itemsize).view(dtype)
-
-
-def rows_at(address: int, num_rows: int, stride: int, row_bytes: int) -> Tensor:
-    """[num_rows, row_bytes] uint8."""
-    if num_rows == 0 or row_bytes == 0:
-        return torch.empty(num_rows, row_bytes, dtype=torch.uint8)
-    flat = memory_at(address, (num_rows - 1) * stride + row_bytes)
-    return flat.as_strided((num_rows, row_bytes), (stride, 1))
-
-
-def ordered_sum(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    wide = accumulation_dtype(dtype)
-    total = terms[0].to(wide)
-    for term in terms[1:]:
-        total = total + term.to(wide)
-    return total.to(dtype)
 
 
 class PlayedKernels(KernelSizes):
@@ -76,6 +56,7 @@ class PlayedKernels(KernelSizes):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.crossed = [0, 0]
         self.num_in_place = 0
+        self.exchanges: dict[int, PlayedExchange] = {}  # by the address of their state
 
     def everybody(self, thing: object) -> list[Any]:
         things: list[Any] = [None] * self.world
@@ -113,6 +94,9 @@ class PlayedKernels(KernelSizes):
     ) -> None:
         """csrc/internode/node_sum.h."""
         row_bytes, num_nodes, kind = given["row_bytes"], given["num_nodes"], NAMES[dtype]
+        if self.exchanges[given["state"]].refused:
+            fill_rows(y + given["first_token"] * row_bytes, given["num_tokens"], row_bytes, given["poison"])
+            return
         for token in range(given["first_token"], given["first_token"] + given["num_tokens"]):
             places = numbers_at(place + token * num_nodes * 4, num_nodes).tolist()
             at = [address + token * row_bytes for address in bias if address]
@@ -128,7 +112,9 @@ class PlayedKernels(KernelSizes):
 class PlayedRail:
     """csrc/internode/rail.h. Inboxes hold NaN where nothing has come in, and slots are looked after."""
 
-    def __init__(self, kernels: PlayedKernels, node: int, num_nodes: int, flow_bytes: int, **_: Any) -> None:
+    def __init__(
+        self, kernels: PlayedKernels, node: int, num_nodes: int, flow_bytes: int, node_state: int, **_: Any
+    ) -> None:
         self.kernels, self.node, self.num_nodes, self.flow_bytes = kernels, node, num_nodes, flow_bytes
         self.block_bytes = SIGNAL_BYTES + 4 * num_nodes * flow_bytes
         self._memory = torch.full((self.block_bytes,), 0xFF, dtype=torch.uint8)
@@ -137,7 +123,8 @@ class PlayedRail:
         self._is_full = [False, False]
         self._taken: set[int] = set()  # rounds of the call
         self._on_the_way: set[int] = set()  # rounds that this rank has put, as long as nothing says that they are there
-        self.num_rounds = 0
+        self.num_rounds = self.num_openings = 0
+        self._exchange = kernels.exchanges[node_state]
 
     def inbox(self, slot: int) -> int:
         return SIGNAL_BYTES + slot * self.num_nodes * self.flow_bytes
@@ -162,6 +149,13 @@ class PlayedRail:
         self._sent.clear()
         self._taken.clear()
         self._is_full = [False, False]
+        self.num_openings = 0
+
+    def open(self, call: bytes, stream: int) -> None:
+        header, num_match, _ = pickle.loads(call)
+        self.num_openings += 1
+        assert not self._taken, "a call is opened before the one before has ended"
+        self._exchange.open_call(header, num_match, self.num_openings)
 
     def settle(self, stream: int) -> None:
         self._on_the_way.clear()
@@ -170,6 +164,8 @@ class PlayedRail:
         return self.kernels.crossed[1]
 
     def send(self, round: Any, rows: Sequence[tuple[int, int, int]], token: int, num_sms: int, stream: int) -> None:
+        if self._exchange.refused:
+            return
         assert num_sms >= 1
         assert 0 < round.flow_bytes <= self.flow_bytes
         first = numbers_at(round.first_out, self.num_nodes * round.num_rounds + 1).tolist()
@@ -194,11 +190,15 @@ class PlayedRail:
         self._on_the_way.add(round.number)
 
     def wait_free(self, round: Any, stream: int) -> None:
+        if self._exchange.refused:
+            return
         assert round.number not in self._sent
         assert round.number - 2 in {-2, -1, *self._taken}, "launched before what it waits for on the other ranks"
 
     def wait(self, round: Any, stream: int) -> None:
         slot = round.number % 2
+        if self._exchange.refused:
+            return
         assert not self._is_full[slot], "a slot is written over before it was taken"
         self._is_full[slot] = True
         world, size = self.kernels.everybody((round.number, self._sent.pop(round.number))), self.kernels.ranks_per_node
@@ -213,6 +213,8 @@ class PlayedRail:
                 inbox[node * round.flow_bytes :][: flows[self.node].numel()] = flows[self.node].reshape(-1)
 
     def take(self, round: Any, stream: int) -> None:
+        if self._exchange.refused:
+            return
         self._is_full[round.number % 2] = False
         self._taken.add(round.number)
         if round.number == round.num_rounds - 1:
@@ -228,9 +230,13 @@ class PlayedExchange:
     def __init__(self, kernels: PlayedKernels, rank: int, size: int, timeout_secs: float) -> None:
         self.kernels, self.rank, self.size = kernels, rank, size
         self.slot_bytes = 0
-        self.state_address = self.record_address = 8
+        self.state_address = self.record_address = 8 * (1 + len(kernels.exchanges))
+        kernels.exchanges[self.state_address] = self
+        self.refused = False
+        self._num_calls = self._num_refused = self._num_taken = 0
+        self._kept: list[int] = []  # the first refusal that the host has not taken
         self._blocks: list[Sequence[int]] = []
-        self._header = (0,) * 32
+        self._headers: list[tuple[int, ...]] = [(0,) * 32] * size
         self._verdict = GO
 
     def export_control(self) -> bytes:
@@ -253,39 +259,73 @@ class PlayedExchange:
         assert len(addresses) == self.size
         self._blocks.append(addresses)
 
-    def begin_generation(self, generation: int) -> None: ...
+    def begin_generation(self, generation: int) -> None:
+        self.refused = False
+        self._num_calls = self._num_refused = self._num_taken = 0
+        self._kept = []
 
     def launch_on(self, stream: int, bulk_copies: bool) -> None: ...
 
     def has_fault(self) -> bool:
-        return False
+        return self._num_refused > self._num_taken
 
     def take_faults(self) -> list[Any]:
-        return []
+        num_new, kept = self._num_refused - self._num_taken, self._kept
+        self._num_taken, self._kept = self._num_refused, []
+        if kept:
+            kept[2] = num_new - 1
+            return [("refused", kept)]
+        return [("refusals", [num_new])] if num_new else []
 
     def drain(self, header: bytes) -> None: ...
 
     def header_only(self, caller: int, joins: bool, header: bytes, num_match: int, question: int) -> bool:
-        words = memory_at(ctypes.addressof(ctypes.create_string_buffer(header)), len(header)).view(torch.int64)
-        self._header = tuple(torch.frombuffer(bytearray(header), dtype=torch.int64).tolist())
-        assert len(words) == 32
-        self._verdict = GROW if self._header[NEED_WORD] > self.slot_bytes else GO
+        words = struct.unpack("32q", header)
+        if words[OPENING_WORD]:
+            self.open_call(header, num_match, 1)
+        else:  # a question for room, which all ranks of the node ask alike
+            assert not self.refused
+            self._headers = [words] * self.size
+            self._verdict = GROW if words[NEED_WORD] > self.slot_bytes else GO
         return torch.cuda.is_current_stream_capturing()
+
+    def opening(self, header: bytes, num_match: int, question: int) -> bytes:
+        return pickle.dumps((header, num_match, question))
+
+    def open_call(self, header: bytes, num_match: int, number: int) -> None:
+        """`moe_ep_rail_open` of csrc/internode/rail_kernels.cuh."""
+        world, per_node = self.kernels.everybody(struct.unpack("32q", header)), self.kernels.ranks_per_node
+        first = self.kernels.rank - self.rank
+        rails = [world[rail::per_node] for rail in range(per_node)]
+        self._headers = [told(rail, first // per_node, num_match, number) for rail in rails]
+        self._verdict = verdict_of(self._headers, num_match)
+        self.refused = self._verdict != GO
+        if self.refused:
+            self._num_refused += 1
+            headers = [word for words in self._headers for word in words]
+            self._kept = self._kept or [self._verdict, self._num_calls, 0, 0, 0, 0, 0, 0, *headers]
+        self._num_calls += 1
 
     def wait_answer(self, question: int, limit_secs: float) -> Answer:
         return self.answer()
 
     def answer(self) -> Answer:
-        return self._verdict, 0, -1, 0, (0, 0, False, False, (), (), ())
+        return self._verdict, self._num_calls - 1, -1, 0, (0, 0, False, False, (), (), ())
 
     def headers(self, size: int) -> bytes:
-        return bytes(torch.tensor(self._header, dtype=torch.int64).repeat(size).view(torch.uint8).tolist())
+        return b"".join(struct.pack("32q", *words) for words in self._headers)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def move(self, caller: int, joins: bool, num_sms: int, route: Any, operation: int, hidden: int, *rest: Any) -> bool:
         """csrc/intranode/move.h."""
         dtype_number, need_bytes, places, rows, dtype, weights, made_rows, grad_weights = rest
+        if self.refused:
+            for _, _, row_bytes, out_address, poison, _ in rows:
+                fill_rows(out_address, route.num_rows, row_bytes, poison)
+            if grad_weights:
+                numbers_at(grad_weights, route.num_rows, accumulation_dtype(NAMES[dtype])).fill_(float("nan"))
+            return torch.cuda.is_current_stream_capturing()
         assert num_sms >= 1
         assert need_bytes <= self.slot_bytes
         self._check_places(places, rows)
@@ -302,7 +342,7 @@ class PlayedExchange:
         for number, (_, _, row_bytes, out_address, poison, padding) in enumerate(rows):
             out = rows_at(out_address, route.num_rows, row_bytes, row_bytes)
             for first, count in self._padding_of(route):
-                out[first : first + count] = _pattern(padding, row_bytes)
+                out[first : first + count] = pattern_of(padding, row_bytes)
             arrived = torch.cat([kinds[number] for _, kinds in came])
             for compact, slot in (pair_row >= 0).nonzero().tolist():
                 row = int(pair_row[compact, slot])
@@ -310,7 +350,7 @@ class PlayedExchange:
                 if weights:
                     self._weigh(out[row], row, NAMES[dtype], weights, made_rows, grad_weights)
             if overflowed:
-                out[:] = _pattern(poison, row_bytes)
+                out[:] = pattern_of(poison, row_bytes)
         if grad_weights:
             for first, count in self._padding_of(route):
                 numbers_at(grad_weights, route.num_rows, accumulation_dtype(NAMES[dtype]))[first : first + count] = 0
@@ -345,6 +385,9 @@ class PlayedExchange:
         """csrc/intranode/combine.h."""
         hidden, dtype_number, need_bytes, places, rows, row_bytes, y, poison, dtype, bias_0, bias_1, *more = rest
         weights, is_weighted, weights_dtype, exact, _, _ = more
+        if self.refused:
+            fill_rows(y, route.num_tokens, row_bytes, poison)
+            return torch.cuda.is_current_stream_capturing()
         assert num_sms >= 1
         assert need_bytes <= self.slot_bytes
         assert not exact
@@ -373,8 +416,27 @@ class PlayedExchange:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _pattern(word: int, num_bytes: int) -> Tensor:
-    return torch.frombuffer(bytearray(word.to_bytes(8, "little") * (num_bytes // 8)), dtype=torch.uint8)
+def verdict_of(headers: Sequence[tuple[int, ...]], num_match: int) -> int:
+    """Of the headers of a node."""
+    if any(words[STATUS_WORD] for words in headers):
+        return REFUSE
+    return GO if len({words[:num_match] for words in headers}) == 1 else DISAGREE
+
+
+def told(rail: Sequence[tuple[int, ...]], node: int, num_match: int, number: int) -> tuple[int, ...]:
+    """What a rank tells its node of an opening: its own header, and what it has heard of the ranks of its rail."""
+    words = list(rail[node])
+    words[OPENING_WORD] = number
+    for other, header in enumerate(rail):
+        if header[STATUS_WORD]:
+            words[STATUS_WORD], words[ELSEWHERE_NODE_WORD] = header[STATUS_WORD], 0 if other == node else other + 1
+            words[ELSEWHERE_FIELD_WORD] = words[ELSEWHERE_VALUE_WORD] = 0
+            break
+        if header[:num_match] != rail[node][:num_match] and words[STATUS_WORD] == 0:
+            words[STATUS_WORD], words[ELSEWHERE_NODE_WORD] = DIFFERS_ELSEWHERE, other + 1
+            field = next(place for place in range(num_match) if header[place] != words[place])
+            words[ELSEWHERE_FIELD_WORD], words[ELSEWHERE_VALUE_WORD] = field, header[field]
+    return tuple(words)
 
 
 class NoStream:

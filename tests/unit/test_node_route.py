@@ -20,7 +20,6 @@ from tests.unit.node_helpers import NUM_ROWS, NUM_TOKENS, PATIENCE_SECS, RANK, c
 COPIES: dict[str, Callable[[DispatchHandle], DispatchHandle]] = {
     "pickle": lambda handle: pickle.loads(pickle.dumps(handle)),  # type: ignore[no-any-return]
     "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
     "replace": lambda handle: replace(handle, uid=78),
     "unpack": lambda handle: DispatchHandle.unpack(handle.pack()),
 }
@@ -52,6 +51,15 @@ def test_a_copy_of_a_handle_has_a_route_of_its_own(node: FakeNode, name: str) ->
     assert copied is not route
     assert copied.uid == other.uid
     assert copied.native.recv_token == other.recv_token.data_ptr()  # type: ignore[attr-defined]
+
+
+def test_a_shallow_copy_has_the_same_tensors_and_so_the_same_route(node: FakeNode) -> None:
+    kernels, handle = construct(node)[RANK]._kernels, make_handle()
+    other = copy.copy(handle)
+    assert other is not handle
+    route = route_of(other, kernels)
+    assert route_of(handle, kernels) is route
+    assert other.recv_token is handle.recv_token
 
 
 def test_the_handle_of_another_backend_is_worked_out_once(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ def _sentence(phase: int, peer: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("phase", "what"), [(5, "send its rows of a round"), (6, "take the rows of a round that this rank sent")]
+    ("phase", "what"),
+    [(5, "send its rows of a round"), (6, "take the rows of a round that this rank sent"), (7, "come to the call")],
 )
 def test_a_wait_between_nodes_names_the_rank_its_node_and_the_hop(phase: int, what: str) -> None:
     expected = (
