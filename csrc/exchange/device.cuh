@@ -186,13 +186,13 @@ __device__ inline uint32_t verdict_of(const Call& call, const Turn& turn) {
 }
 
 // By a whole block, at the start of a call of one kernel: slots and header. Whether the slot may be written now; what
-// peers sent may be read after the verdict only.
-__device__ inline bool begin_call(const Call& call, const Turn& turn, bool overflowed = false) {
+// peers sent may be read after the verdict only. `status` is the header's, or worse.
+__device__ inline bool begin_call(const Call& call, const Turn& turn, int64_t status, bool overflowed) {
   __shared__ bool shared_begun;
   if (threadIdx.x < 32) {
     const bool begun = call.world.state->failed == 0 && slots_are_free(call.world, turn);
     if (begun && blockIdx.x == 0) {
-      send_header(call, turn, call.header[kStatusWord], overflowed);
+      send_header(call, turn, status, overflowed);
     }
     if (threadIdx.x == 0) {
       shared_begun = begun;
@@ -202,10 +202,14 @@ __device__ inline bool begin_call(const Call& call, const Turn& turn, bool overf
   return shared_begun;
 }
 
+__device__ inline bool begin_call(const Call& call, const Turn& turn) {
+  return begin_call(call, turn, call.header[kStatusWord], false);
+}
+
 // By a whole block, at the start of a call of one kernel: slots, header, verdict.
-__device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool overflowed = false) {
+__device__ inline uint32_t open_call(const Call& call, const Turn& turn, int64_t status, bool overflowed) {
   __shared__ uint32_t shared_verdict;
-  const bool begun = begin_call(call, turn, overflowed);
+  const bool begun = begin_call(call, turn, status, overflowed);
   if (threadIdx.x < 32) {
     const uint32_t verdict = begun ? verdict_of(call, turn) : static_cast<uint32_t>(kFailed);
     if (threadIdx.x == 0) {
@@ -214,6 +218,10 @@ __device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool ov
   }
   __syncthreads();
   return shared_verdict;
+}
+
+__device__ inline uint32_t open_call(const Call& call, const Turn& turn) {
+  return open_call(call, turn, call.header[kStatusWord], false);
 }
 
 // The verdict for a warp that can work before it is there: what it puts into its own slot, and into outputs that are
@@ -380,6 +388,7 @@ __device__ inline void close_call(const Call& call, const Turn& turn, uint32_t v
   __syncthreads();
   if (threadIdx.x == 0) {
     state->epoch = turn.epoch + 1;
+    state->outcome = failed ? static_cast<uint32_t>(kFailed) : verdict;
     rewind_tickets(state);
     if (call.question != 0) {
       world.record->verdict = failed ? kFailed : verdict;

@@ -52,7 +52,7 @@ def status_of(error: Exception) -> int:
 class Header:
     """One rank's announcement. It travels as one int64 row: the int fields, then `row_counts`.
 
-    The fields up to `placement` must be alike on all ranks; the others are each rank's own.
+    The fields up to `rounds` must be alike on all ranks; the others are each rank's own.
     """
 
     protocol: int = PROTOCOL
@@ -69,6 +69,7 @@ class Header:
     exact: int = 0
     grad_enabled: int = 1
     placement: int = 0
+    rounds: int = 1  # of a combine inside a node
     status: int = OK
     x_needs_grad: int = 0
     weights_need_grad: int = 0
@@ -103,7 +104,7 @@ class Header:
 
 
 _NUMBERS = tuple(field.name for field in fields(Header) if field.name != "row_counts")
-_MUST_MATCH = _NUMBERS[: _NUMBERS.index("placement") + 1]
+_MUST_MATCH = _NUMBERS[: _NUMBERS.index("rounds") + 1]
 _MATCH_WORDS = ("operation", *(name for name in _MUST_MATCH if name not in ("operation", "generation")))
 NUM_MATCH_WORDS = len(_MATCH_WORDS)
 _match_words_of = attrgetter(*_MATCH_WORDS)
@@ -122,6 +123,7 @@ _MEANING = {
     "exact": "exact",
     "grad_enabled": "whether gradients are enabled (torch.no_grad)",
     "placement": "expert_placement",
+    "rounds": "the rounds of a combine (which follow from max_rows)",
 }
 
 

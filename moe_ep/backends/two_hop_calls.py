@@ -160,7 +160,7 @@ class TwoHopCalls:
         straight = routes.straight is not None and bool(routes.calls)
         own = rows if straight else torch.empty_like(y) if routes.calls else y
         if not straight:
-            most_bytes = max(self._node.needs(call, row_bytes) for call in (routes.own, *routes.calls))
+            most_bytes = max(self._node.needs_of_sums(call, row_bytes) for call in (routes.own, *routes.calls))
             self._node.make_room(routes.own, row_bytes, most_bytes)
         num_sms = self._begin(routes)
         with torch.cuda.stream(self.stream):

@@ -344,10 +344,12 @@ class PlayedExchange:
     def combine(self, caller: int, joins: bool, num_sms: int, route: Any, operation: int, *rest: Any) -> bool:
         """csrc/intranode/combine.h."""
         hidden, dtype_number, need_bytes, places, rows, row_bytes, y, poison, dtype, bias_0, bias_1, *more = rest
-        weights, is_weighted, weights_dtype, exact, _, _ = more
+        weights, is_weighted, weights_dtype, exact, _, _, num_rounds, slot_rows, rounds = more
         assert num_sms >= 1
         assert need_bytes <= self.slot_bytes
         assert not exact
+        assert slot_rows * row_bytes <= self.slot_bytes
+        assert (num_rounds > 1) == (rounds != 0)
         assert not places
         kind, wide = NAMES[dtype], accumulation_dtype(NAMES[dtype])
         pair_row = numbers_at(route.pair_row, route.num_compact_rows * route.num_topk).view(-1, route.num_topk)

@@ -46,9 +46,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> IntranodeBackend:
 
 def assert_along(launch: Launch, handle: DispatchHandle, operation: str, hidden: int, dtype: torch.dtype) -> None:
     """The header says what the handle and the rows say."""
-    assert launch.arguments["num_match"] == 13
-    op, _, uid, said_hidden, topk, experts, said_dtype, _, layout, alignment, _, _, placement = launch.words[:13]
-    assert (OPERATIONS[op], uid, placement) == (operation, 77, 88)
+    assert launch.arguments["num_match"] == 14
+    op, _, uid, said_hidden, topk, experts, said_dtype, _, layout, alignment, _, _, placement, rounds = launch.words[
+        :14
+    ]
+    assert (OPERATIONS[op], uid, placement, rounds) == (operation, 77, 88, 1)
     assert (said_hidden, DTYPES[said_dtype]) == (hidden, dtype)
     assert (topk, experts, alignment) == (NUM_TOPK, NUM_EXPERTS, handle.alignment)
     assert layout == (handle.layout == "expert_major")

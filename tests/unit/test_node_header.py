@@ -16,7 +16,7 @@ from moe_ep.errors import ConfigError, EPTimeoutError
 CSRC = (Path(__file__).parents[2] / "csrc" / "exchange" / "exchange.h").read_text()
 # What must be alike on all ranks; a generation is in the tag of every flag.
 MATCH = [field.name for field in fields(Header)]
-MATCH = [name for name in MATCH[: MATCH.index("placement") + 1] if name != "generation"]
+MATCH = [name for name in MATCH[: MATCH.index("rounds") + 1] if name != "generation"]
 
 
 # What csrc/bindings/intranode.cpp puts over the words that all calls along a handle share.
@@ -27,6 +27,7 @@ OF_A_CALL = {
     "dtype": "kDtypeWord",
     "weights_dtype": "kWeightsDtypeWord",
     "exact": "kExactWord",
+    "rounds": "kRoundsWord",
 }
 
 
