@@ -6,8 +6,6 @@ A slot is made to look small, so that small calls take many rounds; nothing in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,36 +16,18 @@ from torch import Tensor
 
 import moe_ep
 from moe_ep._native import require
-from moe_ep.backends import combine_rounds
-from tests.distributed.conformance import check_routing
+from tests.distributed.conformance import check_every_routing, check_routing
 from tests.gpu.test_intranode_graphs import captured
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.ranks import Pools
 from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 from tests.helpers.scale_experts import Setup, assert_works, caught, open_buffer
+from tests.helpers.small_slots import slots_of
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HIDDEN, NUM_TOPK = 256, 6
 EXPERTS_A_RANK = 4
-
-
-@contextmanager
-def slots_of(num_rows: int) -> Iterator[list[int]]:
-    """Slots hold so many rows, as far as combines know; how many rounds each of them takes."""
-    numbers: list[int] = []
-    rounds_of = combine_rounds.rounds_of
-
-    def noting(*args: object) -> combine_rounds.CombineRounds:
-        rounds = rounds_of(*args)  # type: ignore[arg-type]
-        numbers.append(rounds.number)
-        return rounds
-
-    with (
-        mock.patch.object(combine_rounds, "rows_of_slot", return_value=num_rows),
-        mock.patch.object(combine_rounds, "rounds_of", noting),
-    ):
-        yield numbers
 
 
 # -- conformance ------------------------------------------------------------------------------------------------------
@@ -88,6 +68,18 @@ def test_the_path_of_older_gpus_runs_in_rounds_too(ranks: Pools, layout: str, dt
 def test_the_exact_combine_beside_rounds_of_the_backward(ranks: Pools) -> None:
     by_rank = ranks.run(_every_routing, 4, "expert_major", torch.bfloat16, True, True, timeout_secs=200)
     assert by_rank == [(len(ROUTINGS) * len(TOKEN_COUNTS), 7)] * 4
+
+
+def _between_nodes(group: dist.ProcessGroup, layout: str) -> tuple[int, bool]:
+    with slots_of(12) as numbers:
+        num_checks = check_every_routing(group, layout, torch.bfloat16, 4, "ipc", False, "cuda")
+    return num_checks, max(numbers) > 1
+
+
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+def test_sums_inside_the_nodes_of_two_hops_run_in_rounds(ranks: Pools, layout: str) -> None:
+    by_rank = ranks.run(_between_nodes, 8, layout, timeout_secs=200)
+    assert by_rank == [(len(ROUTINGS) * len(TOKEN_COUNTS), True)] * 8
 
 
 # -- the same bits as one call ----------------------------------------------------------------------------------------
