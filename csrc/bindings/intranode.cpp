@@ -15,6 +15,7 @@
 #include "intranode/combine.h"
 #include "intranode/move.h"
 #include "intranode/plan.h"
+#include "intranode/rounds.h"
 #include "intranode/small.h"
 
 namespace py = pybind11;
@@ -190,6 +191,7 @@ struct Said {
   int weights_dtype = -1;
   bool exact = false;
   int64_t first_offset = 0, second_offset = 0;
+  int num_rounds = 1;
 };
 
 Call call_along(const Exchange& exchange, const Route& route, const Said& said, const Places& places) {
@@ -200,6 +202,7 @@ Call call_along(const Exchange& exchange, const Route& route, const Said& said, 
   header[kDtypeWord] = said.dtype;
   header[kWeightsDtypeWord] = said.weights_dtype;
   header[kExactWord] = said.exact;
+  header[kRoundsWord] = said.num_rounds;
   header[kNeedWord] = said.need_bytes;
   header[kFirstOffsetWord] = said.first_offset;
   header[kSecondOffsetWord] = said.second_offset;
@@ -244,12 +247,15 @@ bool move(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, c
   });
 }
 
+// One call, or `num_rounds` of them where that is more than 1: with `slot_rows` that a slot holds, and their
+// geometries, [num_rounds, round_geometry_length], which are made here.
 bool combine(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms, const Route& route, int operation,
              int64_t hidden, int dtype, int64_t need_bytes, const Places& places, uintptr_t rows, int64_t row_bytes,
              uintptr_t y, uint64_t poison, const std::string& dtype_name, uintptr_t bias_0, uintptr_t bias_1,
              uintptr_t weights, bool is_weighted, int weights_dtype, bool exact, int64_t pairs_offset,
-             int64_t weights_offset) {
-  const Said said = {operation, hidden, dtype, need_bytes, weights_dtype, exact, pairs_offset, weights_offset};
+             int64_t weights_offset, int num_rounds, int64_t slot_rows, uintptr_t rounds) {
+  const Said said = {operation, hidden,       dtype,          need_bytes, weights_dtype,
+                     exact,     pairs_offset, weights_offset, num_rounds};
   const Call call = call_along(exchange, route, said, places);
   const CombineInput input = {pointer_from<const char>(rows),
                               pointer_from<const void>(weights),
@@ -266,15 +272,22 @@ bool combine(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms
                               pointer_from<char>(y),
                               poison};
   const RowKind kind = row_kind(dtype_name);
+  const bool bulk = exchange.uses_bulk_copies() && route.num_topk + exchange.size() <= 32;
   return launch_between(exchange, caller, joins, [&](cudaStream_t stream) {
     if (exact) {
       launch_combine_exact(call, {input, route.slot_rank, route.num_rows, is_weighted, route.num_compact_rows}, kind,
                            num_sms, stream);
-    } else if (exchange.uses_bulk_copies() && route.num_topk + exchange.size() <= 32) {
-      launch_combine_bulk(call, input, kind, num_sms, stream);
-    } else {
-      launch_combine(call, input, kind, num_sms, stream);
+      return;
     }
+    const auto launch = bulk ? launch_combine_bulk : launch_combine;
+    if (num_rounds == 1) {
+      launch(call, input, kind, num_sms, stream);
+      return;
+    }
+    launch_rounds(launch, call, input,
+                  {exchange.world().rank, exchange.size(), route.geometry, route.recv_token, route.token_row, slot_rows,
+                   num_rounds, pointer_from<int32_t>(rounds)},
+                  kind, num_sms, stream);
   });
 }
 
@@ -422,6 +435,7 @@ void bind_intranode(py::module_& module) {
   module.def("has_bulk_copies", &has_bulk_copies);
   module.def("can_reach", &can_reach, py::arg("peer_pci_bus_id"));
   module.def("geometry_length", &Geometry::length, py::arg("size"), py::arg("num_local"));
+  module.def("round_geometry_length", &RoundGeometry::length, py::arg("size"));
   module.def("chunk_tokens", &chunk_tokens, py::arg("num_tokens"));
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_chunks") = kMaxChunks;

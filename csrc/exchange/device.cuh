@@ -195,13 +195,13 @@ __device__ inline bool is_opening(const Call& call) { return call.header[kOpenin
 __device__ inline bool is_left_out(const Call& call) { return call.world.state->refused != 0 && !is_opening(call); }
 
 // By a whole block, at the start of a call of one kernel: slots and header. Whether the slot may be written now; what
-// peers sent may be read after the verdict only.
-__device__ inline bool begin_call(const Call& call, const Turn& turn, bool overflowed = false) {
+// peers sent may be read after the verdict only. `status` is the header's, or worse.
+__device__ inline bool begin_call(const Call& call, const Turn& turn, int64_t status, bool overflowed) {
   __shared__ bool shared_begun;
   if (threadIdx.x < 32) {
     const bool begun = call.world.state->failed == 0 && !is_left_out(call) && slots_are_free(call.world, turn);
     if (begun && blockIdx.x == 0) {
-      send_header(call, turn, call.header[kStatusWord], overflowed);
+      send_header(call, turn, status, overflowed);
     }
     if (threadIdx.x == 0) {
       shared_begun = begun;
@@ -211,10 +211,14 @@ __device__ inline bool begin_call(const Call& call, const Turn& turn, bool overf
   return shared_begun;
 }
 
+__device__ inline bool begin_call(const Call& call, const Turn& turn) {
+  return begin_call(call, turn, call.header[kStatusWord], false);
+}
+
 // By a whole block, at the start of a call of one kernel: slots, header, verdict.
-__device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool overflowed = false) {
+__device__ inline uint32_t open_call(const Call& call, const Turn& turn, int64_t status, bool overflowed) {
   __shared__ uint32_t shared_verdict;
-  const bool begun = begin_call(call, turn, overflowed);
+  const bool begun = begin_call(call, turn, status, overflowed);
   if (threadIdx.x < 32) {
     const uint32_t verdict = begun ? verdict_of(call, turn) : static_cast<uint32_t>(kFailed);
     if (threadIdx.x == 0) {
@@ -223,6 +227,10 @@ __device__ inline uint32_t open_call(const Call& call, const Turn& turn, bool ov
   }
   __syncthreads();
   return shared_verdict;
+}
+
+__device__ inline uint32_t open_call(const Call& call, const Turn& turn) {
+  return open_call(call, turn, call.header[kStatusWord], false);
 }
 
 // The verdict for a warp that can work before it is there: what it puts into its own slot, and into outputs that are
@@ -400,6 +408,7 @@ __device__ inline void close_call(const Call& call, const Turn& turn, uint32_t v
   __syncthreads();
   if (threadIdx.x == 0) {
     state->epoch = turn.epoch + 1;
+    state->outcome = failed ? static_cast<uint32_t>(kFailed) : verdict;
     rewind_tickets(state);
     if (is_opening(call)) {
       state->refused = verdict != kGo;

@@ -29,11 +29,13 @@ constexpr int kHiddenWord = 3;
 constexpr int kDtypeWord = 6;
 constexpr int kWeightsDtypeWord = 7;
 constexpr int kExactWord = 10;
+constexpr int kRoundsWord = 14;
 // Of the header that opens a call between nodes (csrc/internode/rail.h); 0 in all others.
-constexpr int kOpeningWord = 14;         // its number, from 1; where there is one node, any
-constexpr int kElsewhereNodeWord = 15;   // 1 + the node in which the rank of the sender's rail refuses, or differs
-constexpr int kElsewhereFieldWord = 16;  // of what differs: the number of the word there, and its value
-constexpr int kElsewhereValueWord = 17;
+constexpr int kOpeningWord = 15;    // its number, from 1; where there is one node, any
+constexpr int kElsewhereWord = 16;  // 1 + the node in which the rank of the sender's rail refuses, or differs; and,
+                                    // kElsewhereFieldShift higher, the number of the word that differs there ...
+constexpr int kElsewhereValueWord = 17;  // ... and its value
+constexpr int kElsewhereFieldShift = 16;
 constexpr int kOverflowedWord = 19;   // this rank received more rows than max_rows: whatever it would send is lost
 constexpr int kRegisteredWord = 20;   // numbers of the blocks that rows (low byte) and scales (next) lie in for peers
                                       // to read, 0 for none; then offset and stride of rows and of scales, bytes
@@ -68,6 +70,7 @@ struct State {
   uint32_t failed;   // a wait timed out, or a peer gave up: calls leave at once until a new generation (14)
   uint32_t verdict;  // of the first kernel of a plan, for its second
   uint32_t refused;  // the call between nodes that was opened last: its parts leave at once, on all ranks alike
+  uint32_t outcome;  // verdict of the last call that has ended, kFailed included
   uint32_t next_ticket;
   uint32_t num_finished;  // blocks
   uint32_t num_published;
@@ -162,6 +165,17 @@ struct Geometry {
   static __host__ __device__ int expert_offsets(int size) { return chunk_rows(size) + size * (kMaxChunks + 1); }
   static __host__ __device__ int expert_counts(int size, int num_local) { return expert_offsets(size) + num_local + 1; }
   static __host__ __device__ int length(int size, int num_local) { return expert_counts(size, num_local) + num_local; }
+};
+
+// Places in the geometry of one round of a combine, which is a range of tokens of every source. Tokens and chunk rows
+// are those of the range, at their places of `Geometry`; what a combine does not need makes room for other numbers.
+struct RoundGeometry {
+  static constexpr int kFirstToken = Geometry::kCompactRows;  // of this rank's range
+  static constexpr int kTooLarge = Geometry::kRows;           // this rank's slot cannot hold the rows of the round
+  // How much less than its compact row the place of a row for source s is in the staging of rank r: [W, W] at [r, s].
+  // A rank has those of its own staging, and those of its own tokens in the others'.
+  static __host__ __device__ int shifts(int size) { return Geometry::rank_rows(size); }
+  static __host__ __device__ int length(int size) { return Geometry::expert_offsets(size); }
 };
 
 inline __host__ __device__ int64_t chunk_tokens(int64_t num_tokens) {

@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(kRailThreads, 1)
     const int lane = lane_idx();
     int64_t word = call.header[lane];
     word = lane == kStatusWord ? heard.status : lane == kOpeningWord ? opening + 1 : word;
-    word = lane == kElsewhereNodeWord ? heard.node : word;
-    word = lane == kElsewhereFieldWord ? heard.field : lane == kElsewhereValueWord ? heard.value : word;
+    word = lane == kElsewhereWord ? heard.node | heard.field << kElsewhereFieldShift : word;
+    word = lane == kElsewhereValueWord ? heard.value : word;
     send_words(world, turn, word);
     const uint32_t verdict = verdict_of(call, turn);
     if (lane == 0) {

@@ -161,8 +161,11 @@ template <typename Elem>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_ep_combine(const __grid_constant__ Call call, const __grid_constant__ CombineInput in) {
   const World& world = call.world;
+  if (is_no_call(world, in)) {
+    return;
+  }
   const Turn turn = turn_of(world);
-  const uint32_t verdict = open_call(call, turn, in.geometry[Geometry::kOverflowed] != 0);
+  const uint32_t verdict = open_call(call, turn, status_of(call, in), in.geometry[Geometry::kOverflowed] != 0);
   if (verdict == kGo) {
     const unsigned int lost = lost_ranks(world, turn);
     const int most = most_chunks(in.geometry, world.size);
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (work.kind == CombineWork::kReduce) {
         reduce<Elem>(world, in, turn, work);
       } else if (work.kind == CombineWork::kHome) {
-        const Span span = part_of_tokens(in.num_tokens, work.chunk, work.part);
+        const Span span = tokens_of_part(world, in, work.chunk, work.part);
         if (span.count == 0 || !chunk_is_reduced(world, turn, work.chunk)) {
           continue;
         }

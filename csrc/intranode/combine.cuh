@@ -121,8 +121,34 @@ __device__ inline void fill_rows(char* out, const Span& span, const CombineInput
   }
 }
 
+// By a whole block, before anything else: whether this kernel is a round that is no call. It has tokens on no rank, or
+// is behind one that was refused, which whoever refused does not know of; its output is filled already. All ranks see
+// this alike.
+__device__ inline bool is_no_call(const World& world, const CombineInput& in) {
+  return in.round_idx > 0 && (world.state->outcome != kGo || most_chunks(in.geometry, world.size) == 0);
+}
+
+// What the header says of this rank: its own status, or that the rows of a round do not fit.
+__device__ inline int64_t status_of(const Call& call, const CombineInput& in) {
+  const int64_t status = call.header[kStatusWord];
+  const bool fits = in.round_idx < 0 || in.is_registered || in.geometry[RoundGeometry::kTooLarge] == 0;
+  return fits || status != kFine ? status : kDoesNotFit;
+}
+
+// The own tokens that a part of a chunk adds up.
+__device__ inline Span tokens_of_part(const World& world, const CombineInput& in, int chunk, int part) {
+  if (in.round_idx < 0) {
+    return part_of_tokens(in.num_tokens, chunk, part);
+  }
+  const Span span = part_of_tokens(in.geometry[Geometry::kTokens + world.rank], chunk, part);
+  return {in.geometry[RoundGeometry::kFirstToken] + span.first, span.count};
+}
+
 // Where the sums for `source` begin in rank r's staging, less the compact rows before: the own rows are not there.
 __device__ inline int64_t staging_shift(const CombineInput& in, int size, int rank, int source) {
+  if (in.round_idx >= 0) {
+    return in.geometry[RoundGeometry::shifts(size) + rank * size + source];
+  }
   return source > rank ? in.geometry[Geometry::rank_rows(size) + rank * size + rank] : 0;
 }
 

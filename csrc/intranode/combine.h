@@ -20,11 +20,13 @@ struct CombineInput {
   bool is_registered;  // compact only: peers read `rows` where they lie; the header says where
   char* y;             // [T, row_bytes]
   uint64_t poison;
-  int lead = 0;  // steps; the launch sets it
+  int lead = 0;        // steps; the launch sets it
+  int round_idx = -1;  // number of a round, with the geometry of it (`RoundGeometry`); -1 for all tokens in one call
 };
 
 // Every rank adds up, in slot order, the rows of each token that it holds (rounded once), and the token's rank adds
 // those in rank order. What goes to the peers lies in staging: the rows of the compact order, without the own ones.
+// Of a call in rounds (intranode/rounds.h), every round is a call of its own.
 // `launch_combine_bulk` takes the path of sm_90 and later, for at most 32 terms a row (K + W); the other one runs
 // everywhere.
 void launch_combine(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream);

@@ -230,7 +230,7 @@ __device__ void add_rows(Team<Wide>& team, const CombineInput& in, int64_t first
 // more came than the slot need hold; the header tells.
 __device__ Span rows_of_ticket(const World& world, const CombineInput& in, const CombineWork& work, bool overflowed) {
   if (work.kind == CombineWork::kHome) {
-    return part_of_tokens(in.num_tokens, work.chunk, work.part);
+    return tokens_of_part(world, in, work.chunk, work.part);
   }
   if (overflowed) {
     return {0, 0};
@@ -248,6 +248,9 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   __shared__ TeamState<Wide> states[kNumTeams];
   static_assert(kRingBytes + sizeof(states) + 1024 <= 227 * 1024, "shared memory of an SM");
   const World& world = call.world;
+  if (is_no_call(world, in)) {
+    return;
+  }
   const Turn turn = turn_of(world);
   Team<Wide> team(shared, states, cut);
   const bool overflowed = in.geometry[Geometry::kOverflowed] != 0;  // a slot need not hold what came
@@ -255,7 +258,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   if (threadIdx.x == 0) {
     worst_verdict = kGo;
   }
-  const bool begun = begin_call(call, turn, overflowed), fits = call.header[kStatusWord] == kFine;
+  const int64_t status = status_of(call, in);
+  const bool begun = begin_call(call, turn, status, overflowed), fits = status == kFine;
   LateVerdict late_verdict = {&worst_verdict};
   unsigned int lost = 0;
   const int most = most_chunks(in.geometry, world.size);

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CombineInput& in = exact.combine;
   const World& world = call.world;
   const Turn turn = turn_of(world);
-  const uint32_t verdict = open_call(call, turn, in.geometry[Geometry::kOverflowed] != 0);
+  const uint32_t verdict = open_call(call, turn, call.header[kStatusWord], in.geometry[Geometry::kOverflowed] != 0);
   const unsigned int lost = lost_ranks(world, turn);
   while (verdict == kGo) {
     const uint32_t ticket = warp_ticket(world.state);

@@ -52,7 +52,7 @@ def status_of(error: Exception) -> int:
 class Header:
     """One rank's announcement. It travels as one int64 row: the int fields, then `row_counts`.
 
-    The fields up to `on_host` must be alike on all ranks; the others are each rank's own.
+    The fields up to `rounds` must be alike on all ranks; the others are each rank's own.
     """
 
     protocol: int = PROTOCOL
@@ -70,6 +70,7 @@ class Header:
     grad_enabled: int = 1
     placement: int = 0
     on_host: int = 0  # the ranks meet on the host in this exchange: it cannot go on by the device alone
+    rounds: int = 1  # of a combine inside a node
     status: int = OK
     x_needs_grad: int = 0
     weights_need_grad: int = 0
@@ -104,7 +105,7 @@ class Header:
 
 
 _NUMBERS = tuple(field.name for field in fields(Header) if field.name != "row_counts")
-_MUST_MATCH = _NUMBERS[: _NUMBERS.index("on_host") + 1]
+_MUST_MATCH = _NUMBERS[: _NUMBERS.index("rounds") + 1]
 _MATCH_WORDS = ("operation", *(name for name in _MUST_MATCH if name not in ("operation", "generation")))
 NUM_MATCH_WORDS = len(_MATCH_WORDS)
 _match_words_of = attrgetter(*_MATCH_WORDS)
@@ -124,6 +125,7 @@ _MEANING = {
     "grad_enabled": "whether gradients are enabled (torch.no_grad)",
     "placement": "expert_placement",
     "on_host": "whether the handle knows its way between nodes (a pickled or deep copy does not: give all ranks one)",
+    "rounds": "the rounds of a combine (which follow from max_rows)",
 }
 
 

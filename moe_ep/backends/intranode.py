@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_ep._native.arguments import address, dtype_name
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
+from moe_ep.backends.combine_rounds import ONE_ROUND, rows_to_make_room_for
 from moe_ep.backends.device_faults import GO
 from moe_ep.backends.header import DTYPES, NUM_MATCH_WORDS, OK, OPERATIONS, Header, dtype_number, status_of
 from moe_ep.backends.node_calls import NodeCalls
@@ -30,7 +31,7 @@ from moe_ep.ordered_sum import accumulation_dtype
 from moe_ep.placement import ExpertPlacement
 
 _NUMBER_OF = {operation: number for number, operation in enumerate(OPERATIONS)}
-_COMBINE, _CACHED_DISPATCH = _NUMBER_OF["combine"], _NUMBER_OF["cached dispatch"]
+_CACHED_DISPATCH = _NUMBER_OF["cached dispatch"]
 
 
 class IntranodeBackend(NodeCalls):
@@ -221,18 +222,19 @@ class IntranodeBackend(NodeCalls):
             weights_number = kind_of(weights.dtype).number
             weights = _as_factors(weights, rows.dtype)
         row_bytes = rows.shape[1] * rows.element_size()
-        staging, offsets = route.staging, (0, 0)
+        rounds, geometries, offsets = ONE_ROUND, None, (0, 0)
         if exact:
             own_bytes, offsets = _exact_parts(route, row_bytes)
             self._make_exact_room(route, row_bytes, handle.num_experts * handle.alignment)
         else:
-            own_bytes = staging.for_peers * row_bytes
-            self._make_room(route, staging.most, row_bytes)
+            self._make_room(route, rows_to_make_room_for(route.staging), row_bytes)
+            rounds, geometries = self._rounds(route, row_bytes)
+            own_bytes = rounds.need_rows * row_bytes
         y = rows.new_empty(route.num_tokens, rows.shape[1])
         self._num_calls += 1
         self._launch(
             operation,
-            (rows, weights, y, biases, route),
+            (rows, weights, y, biases, route, geometries),
             self._exchange.combine,
             self.num_sms,
             route.native,
@@ -253,6 +255,9 @@ class IntranodeBackend(NodeCalls):
             weights_number,
             exact,
             *offsets,
+            rounds.number,
+            rounds.slot_rows,
+            address(geometries),
         )
         return y[:, :given] if given != y.shape[1] else y
 
@@ -405,11 +410,6 @@ class IntranodeBackend(NodeCalls):
             )
             self.refuse("dispatch", error)
 
-    def _make_room(self, route: Route, most_rows: int, row_bytes: int) -> None:
-        """Grows the segments where the rank with the most rows needs more: all ranks work out the same need."""
-        if most_rows * row_bytes > self._exchange.slot_bytes:
-            self._grow_for(route, row_bytes, most_rows * row_bytes)
-
     def _make_exact_room(self, route: Route, row_bytes: int, most_padding: int) -> None:
         staging = route.staging
         most_bytes = staging.most * row_bytes
@@ -417,9 +417,6 @@ class IntranodeBackend(NodeCalls):
             most_rows = staging.most_compact * route.num_topk + most_padding
             most_bytes = max(most_bytes, most_rows * (row_bytes + 12) + 1024)
         self._grow_for(route, row_bytes, most_bytes)
-
-    def _grow_for(self, route: Route, row_bytes: int, most_bytes: int) -> None:
-        self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=route.uid), most_bytes)
 
 
 def _plan_header(request: DispatchRequest, published_bytes: int) -> bytes:

@@ -14,12 +14,11 @@ from moe_ep.backends.device_faults import DISAGREE, TEXT_SECS, DeviceFaults
 from moe_ep.backends.header import ERRORS, Header, disagreement, match_field
 from moe_ep.backends.node_header import (
     DIFFERS_ELSEWHERE,
-    ELSEWHERE_FIELD_WORD,
-    ELSEWHERE_NODE_WORD,
     ELSEWHERE_VALUE_WORD,
     OPENING_WORD,
     STATUS_WORD,
     Words,
+    elsewhere_of,
     header_of,
 )
 from moe_ep.backends.node_memory import NodeMemory
@@ -76,12 +75,12 @@ class LegFaults(DeviceFaults):
             own = header_of(row)
             headers[self._first + number] = own
             if row[STATUS_WORD] == DIFFERS_ELSEWHERE:  # alike up to there
-                other = {match_field(row[ELSEWHERE_FIELD_WORD]): row[ELSEWHERE_VALUE_WORD]}
+                other = {match_field(elsewhere_of(row)[1]): row[ELSEWHERE_VALUE_WORD]}
                 headers[self._heard(number, row)] = replace(own, **other)  # type: ignore[arg-type]
         places = sorted(headers)
         return disagreement([headers[place] for place in places], places)
 
     def _heard(self, number: int, row: Words) -> int:
         """The place of the rank that the header of rank `number` of the node speaks of: its own, or another node's."""
-        node = row[ELSEWHERE_NODE_WORD]
+        node, _ = elsewhere_of(row)
         return self._first + number if node == 0 else (node - 1) * len(self._memory.ranks) + number

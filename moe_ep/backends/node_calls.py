@@ -10,18 +10,23 @@ from typing import Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_ep._native import require
 from moe_ep._native.exchange import Answer
+from moe_ep.backends import combine_rounds
 from moe_ep.backends.base import DispatchRequest
+from moe_ep.backends.combine_rounds import CombineRounds
 from moe_ep.backends.device_faults import GROW, DeviceFaults
 from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header, status_of
 from moe_ep.backends.node_header import NEED_WORD, pack
 from moe_ep.backends.node_memory import NodeMemory
+from moe_ep.backends.node_route import Route
 from moe_ep.errors import EPTimeoutError
 
 START_BYTES = 16 << 20  # of a slot, where the caller asks for less
 _HOST_SLACK_SECS = 30.0  # over the device's own limit, for kernels that queue before ours
+_COMBINE = OPERATIONS.index("combine")
 _P = ParamSpec("_P")
 
 
@@ -110,6 +115,23 @@ class NodeCalls:
                 f"{operation} waits for the counts of all ranks, which a CUDA graph cannot; give max_rows, or go along "
                 "a handle that was made before the capture."
             )
+
+    def _make_room(self, route: Route, most_rows: int, row_bytes: int) -> None:
+        """Grows the segments where the rank with the most rows needs more: all ranks work out the same need."""
+        if most_rows * row_bytes > self._exchange.slot_bytes:
+            self._grow_for(route, row_bytes, most_rows * row_bytes)
+
+    def _grow_for(self, route: Route, row_bytes: int, most_bytes: int) -> None:
+        self._grow_together(Header(operation=_COMBINE, hidden=row_bytes, handle=route.uid), most_bytes)
+
+    def _rounds(self, route: Route, row_bytes: int) -> tuple[CombineRounds, Tensor | None]:
+        """The rounds that a combine takes with the room there is, and memory for their geometries."""
+        slot_rows = combine_rounds.rows_of_slot(self._exchange.slot_bytes, row_bytes)
+        rounds = combine_rounds.rounds_of(route.staging, len(self.ranks), slot_rows)
+        if rounds.number == 1:
+            return rounds, None
+        shape = rounds.number, self._kernels.round_geometry_length(len(self.ranks))
+        return rounds, torch.empty(shape, dtype=torch.int32, device=self._device)
 
     def _must_not_grow_in_capture(self, need_bytes: int) -> None:
         if torch.cuda.is_current_stream_capturing():

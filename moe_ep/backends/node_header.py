@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from moe_ep.backends.header import OK, Header
 
-OPENING_WORD = 14  # of the header that opens a call between nodes: its number, set by the device; 0 in all others
-ELSEWHERE_NODE_WORD = 15  # 1 + the node where the rank of the sender's rail refuses, or differs in ...
-ELSEWHERE_FIELD_WORD, ELSEWHERE_VALUE_WORD = 16, 17  # ... the match word of this number, which has this value there
+OPENING_WORD = 15  # of the header that opens a call between nodes: its number, set by the device; 0 in all others
+ELSEWHERE_WORD, ELSEWHERE_VALUE_WORD = 16, 17  # see `elsewhere_of`; what stands in the word that differs there
+ELSEWHERE_FIELD_SHIFT = 16
 GOES_ON_WORD = 18  # this rank's host does not wait for the verdict: it has started the rows behind a plan
 NEED_WORD = 25  # bytes that this rank puts into its slot
 STATUS_WORD = 28
@@ -52,6 +52,15 @@ def pack(header: Header, status: int = OK, need_bytes: int = 0, goes_on: bool = 
 def unpack(raw: bytes, num_ranks: int) -> list[Words]:
     """The words of each rank's header."""
     return [_WORDS.unpack_from(raw, rank * _WORDS.size) for rank in range(num_ranks)]
+
+
+def elsewhere_of(words: Sequence[int]) -> tuple[int, int]:
+    """What the header that opens a call between nodes says of the sender's rail.
+
+    Returns:
+        1 + the node whose rank there refuses or differs, 0 for none; the number of the match word that differs.
+    """
+    return words[ELSEWHERE_WORD] & (1 << ELSEWHERE_FIELD_SHIFT) - 1, words[ELSEWHERE_WORD] >> ELSEWHERE_FIELD_SHIFT
 
 
 def header_of(words: Sequence[int]) -> Header:

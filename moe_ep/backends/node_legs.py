@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_ep._native.arguments import address
 from moe_ep._native.exchange import NativeRows
 from moe_ep._native.rail import NativeRail
+from moe_ep.backends.combine_rounds import rows_to_make_room_for
 from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header
 from moe_ep.backends.leg_faults import LegFaults, Reasons
 from moe_ep.backends.node_calls import NodeCalls
@@ -119,14 +120,16 @@ class NodeLegs(NodeCalls):
         self._keep(tensors, torch.cuda.is_current_stream_capturing())
 
     def needs(self, route: Route, row_bytes: int) -> int:
-        """Bytes that the rank with the most rows puts into its slot; all ranks work out the same."""
+        """Bytes that a move puts into the slot of the rank with the most rows; all ranks work out the same."""
         return route.staging.most * row_bytes if len(self.ranks) > 1 else 0
+
+    def needs_of_sums(self, route: Route, row_bytes: int) -> int:
+        """The same of a combine, which may run in rounds."""
+        return rows_to_make_room_for(route.staging) * row_bytes if len(self.ranks) > 1 else 0
 
     def make_room(self, route: Route, row_bytes: int, most_bytes: int) -> None:
         """Before the first part of a call that all ranks have agreed on; collective where there is too little."""
-        self._grow_together(
-            Header(operation=OPERATIONS.index("combine"), hidden=row_bytes, handle=route.uid), most_bytes
-        )
+        self._grow_for(route, row_bytes, most_bytes)
 
     def move(
         self,
@@ -172,6 +175,7 @@ class NodeLegs(NodeCalls):
     ) -> None:
         """Sums of the rows [R, H] of a route to `y`, the address of [T, H]."""
         kind, row_bytes = kind_of(rows.dtype), rows.shape[1] * rows.element_size()
+        rounds, geometries = self._rounds(route, row_bytes)
         self._launch(
             operation,
             (),
@@ -181,7 +185,7 @@ class NodeLegs(NodeCalls):
             OPERATIONS.index(operation),
             row_bytes,
             kind.number,
-            route.staging.for_peers * row_bytes,
+            rounds.need_rows * row_bytes,
             (),
             rows.data_ptr(),
             row_bytes,
@@ -196,4 +200,7 @@ class NodeLegs(NodeCalls):
             False,
             0,
             0,
+            rounds.number,
+            rounds.slot_rows,
+            address(geometries),
         )

@@ -26,11 +26,13 @@ class Staging(NamedTuple):
         for_peers: compact rows for the peers, on this rank.
         most: of a dispatch or a combine, on the rank that has the most.
         most_compact: compact rows on the rank that has the most.
+        rank_tokens: T of every rank; empty where only the device knows.
     """
 
     for_peers: int
     most: int
     most_compact: int
+    rank_tokens: tuple[int, ...]
 
 
 def staging_of(rank_tokens: tuple[int, ...], rank_rows: tuple[int, ...], rank: int) -> Staging:
@@ -43,7 +45,7 @@ def staging_of(rank_tokens: tuple[int, ...], rank_rows: tuple[int, ...], rank: i
             own = for_peers
         most = max(most, for_peers, num_tokens)
         most_compact = max(most_compact, compact)
-    return Staging(own, most, most_compact)
+    return Staging(own, most, most_compact, rank_tokens)
 
 
 class RouteTensors(NamedTuple):
@@ -85,7 +87,7 @@ class Route:
         self.uid, self.tensors = uid, tensors
         self.num_tokens, self.num_topk, self.num_rows = token_row.shape[0], num_topk, num_rows
         self.num_compact, self.is_compact = num_compact, is_compact
-        self.staging = Staging(self.num_compact, 0, 0) if staging is None else staging
+        self.staging = Staging(self.num_compact, 0, 0, ()) if staging is None else staging
         self.native: NativeRoute = kernels.Route(
             header=header,
             num_match=NUM_MATCH_WORDS,

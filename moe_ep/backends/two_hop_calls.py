@@ -179,7 +179,7 @@ class TwoHopCalls:
         straight = routes.straight is not None and bool(routes.calls)
         own = rows if straight else torch.empty_like(y) if routes.calls else y
         calls = () if straight else (routes.own, *routes.calls)
-        most_bytes = max((self._node.needs(call, row_bytes) for call in calls), default=0)
+        most_bytes = max((self._node.needs_of_sums(call, row_bytes) for call in calls), default=0)
         num_sms = self._begin(routes, header, row_bytes, most_bytes)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)

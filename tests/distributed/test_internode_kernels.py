@@ -16,6 +16,7 @@ from tests.helpers.internode_jobs import as_torch_does, low_level
 from tests.helpers.played_kernels import played
 from tests.helpers.ranks import Pools
 from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
+from tests.helpers.small_slots import slots_of
 
 SHAPES = [(2, 1), (2, 2)]  # (nodes, ranks a node)
 SLOW_SHAPES = [pytest.param(*shape, marks=pytest.mark.slow(ci=True)) for shape in [(1, 2), (3, 1), (4, 1)]]
@@ -41,6 +42,17 @@ def test_rows_sums_and_gradients_are_those_of_the_loops(
 ) -> None:
     world, args = num_nodes * ranks_per_node, (ranks_per_node, layout, dtype, False, staging_bytes)
     assert ranks.run(_every_routing, world, *args, timeout_secs=200) == [len(ROUTINGS) * len(TOKEN_COUNTS)] * world
+
+
+def _sums_in_rounds(group: dist.ProcessGroup, layout: str) -> int:
+    with played(group, 4, 1 << 20), slots_of(3) as numbers:
+        check_every_routing(group, layout, torch.bfloat16, 4, "ipc", False)
+    return max(numbers)
+
+
+@pytest.mark.parametrize("layout", ["compact", "expert_major"])
+def test_sums_inside_a_node_of_four_ranks_may_take_rounds(ranks: Pools, layout: str) -> None:
+    assert ranks.run(_sums_in_rounds, 4, layout, timeout_secs=200) == [7] * 4, "seven tokens, one a round"
 
 
 def _played(group: dist.ProcessGroup, job: str, ranks_per_node: int, *args: Any) -> Any:

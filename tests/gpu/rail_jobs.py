@@ -14,11 +14,10 @@ from moe_ep._native.rail import load_nvshmem
 from moe_ep.backends.header import NUM_MATCH_WORDS, OK, OPERATIONS, Header
 from moe_ep.backends.node_header import (
     DIFFERS_ELSEWHERE,
-    ELSEWHERE_FIELD_WORD,
-    ELSEWHERE_NODE_WORD,
     ELSEWHERE_VALUE_WORD,
     OPENING_WORD,
     STATUS_WORD,
+    elsewhere_of,
     pack,
 )
 from moe_ep.backends.node_memory import _DeviceBytes
@@ -206,7 +205,7 @@ def openings_are_heard(group: dist.ProcessGroup, transport: str) -> int:
         ((name, values),) = faults
         words = values[8:]
         assert (name, values[1], words[OPENING_WORD]) == ("refused", number - 1, number)
-        heard = words[STATUS_WORD], words[ELSEWHERE_NODE_WORD], words[ELSEWHERE_FIELD_WORD], words[ELSEWHERE_VALUE_WORD]
+        heard = words[STATUS_WORD], *elsewhere_of(words), words[ELSEWHERE_VALUE_WORD]
         if refuser is not None:
             assert heard == (3, 0 if refuser == rail.node else refuser + 1, 0, 0), (number, refuser, heard)
         else:

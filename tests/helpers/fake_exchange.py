@@ -34,7 +34,7 @@ from tests.helpers.fake_streams import FakeEvent, FakeStream
 
 PAGE_BYTES = 2 << 20
 OPERATION_WORD, HANDLE_WORD, HIDDEN_WORD, DTYPE_WORD = 0, 2, 3, 6  # csrc/exchange/exchange.h
-WEIGHTS_DTYPE_WORD, EXACT_WORD = 7, 10
+WEIGHTS_DTYPE_WORD, EXACT_WORD, ROUNDS_WORD = 7, 10, 14
 PLACES_WORD, FIRST_OFFSET_WORD = 20, 26
 Result = TypeVar("Result")
 Fault = tuple[str, list[int]]
@@ -169,6 +169,9 @@ class KernelSizes:
 
     def geometry_length(self, size: int, num_local: int) -> int:
         return 4 + size + size * size + size * (self.max_chunks + 1) + 2 * num_local + 1
+
+    def round_geometry_length(self, size: int) -> int:
+        return 4 + size + size * size + size * (self.max_chunks + 1)
 
     def chunk_tokens(self, num_tokens: int) -> int:
         even = -(-num_tokens // self.max_chunks)
@@ -420,6 +423,7 @@ class FakeExchange:
         words[OPERATION_WORD], words[HIDDEN_WORD] = named["operation"], named["hidden"]
         words[DTYPE_WORD], words[WEIGHTS_DTYPE_WORD] = named["dtype_number"], named.get("weights_dtype", -1)
         words[EXACT_WORD], words[NEED_WORD] = named.get("exact", False), named["need_bytes"]
+        words[ROUNDS_WORD] = named.get("num_rounds", 1)
         words[FIRST_OFFSET_WORD] = named.get("pairs_offset", 0)
         words[FIRST_OFFSET_WORD + 1] = named.get("weights_offset", 0)
         words[PLACES_WORD : PLACES_WORD + len(named["places"])] = named["places"]

@@ -26,9 +26,9 @@ from moe_ep.backends.device_faults import DISAGREE, GO, GROW, REFUSE
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import (
     DIFFERS_ELSEWHERE,
-    ELSEWHERE_FIELD_WORD,
-    ELSEWHERE_NODE_WORD,
+    ELSEWHERE_FIELD_SHIFT,
     ELSEWHERE_VALUE_WORD,
+    ELSEWHERE_WORD,
     NEED_WORD,
     OPENING_WORD,
     STATUS_WORD,
@@ -384,13 +384,15 @@ class PlayedExchange:
     def combine(self, caller: int, joins: bool, num_sms: int, route: Any, operation: int, *rest: Any) -> bool:
         """csrc/intranode/combine.h."""
         hidden, dtype_number, need_bytes, places, rows, row_bytes, y, poison, dtype, bias_0, bias_1, *more = rest
-        weights, is_weighted, weights_dtype, exact, _, _ = more
+        weights, is_weighted, weights_dtype, exact, _, _, num_rounds, slot_rows, rounds = more
         if self.refused:
             fill_rows(y, route.num_tokens, row_bytes, poison)
             return torch.cuda.is_current_stream_capturing()
         assert num_sms >= 1
         assert need_bytes <= self.slot_bytes
         assert not exact
+        assert slot_rows * row_bytes <= self.slot_bytes
+        assert (num_rounds > 1) == (rounds != 0)
         assert not places
         kind, wide = NAMES[dtype], accumulation_dtype(NAMES[dtype])
         pair_row = numbers_at(route.pair_row, route.num_compact_rows * route.num_topk).view(-1, route.num_topk)
@@ -429,13 +431,13 @@ def told(rail: Sequence[tuple[int, ...]], node: int, num_match: int, number: int
     words[OPENING_WORD] = number
     for other, header in enumerate(rail):
         if header[STATUS_WORD]:
-            words[STATUS_WORD], words[ELSEWHERE_NODE_WORD] = header[STATUS_WORD], 0 if other == node else other + 1
-            words[ELSEWHERE_FIELD_WORD] = words[ELSEWHERE_VALUE_WORD] = 0
+            words[STATUS_WORD], words[ELSEWHERE_WORD] = header[STATUS_WORD], 0 if other == node else other + 1
+            words[ELSEWHERE_VALUE_WORD] = 0
             break
         if header[:num_match] != rail[node][:num_match] and words[STATUS_WORD] == 0:
-            words[STATUS_WORD], words[ELSEWHERE_NODE_WORD] = DIFFERS_ELSEWHERE, other + 1
             field = next(place for place in range(num_match) if header[place] != words[place])
-            words[ELSEWHERE_FIELD_WORD], words[ELSEWHERE_VALUE_WORD] = field, header[field]
+            words[STATUS_WORD], words[ELSEWHERE_VALUE_WORD] = DIFFERS_ELSEWHERE, header[field]
+            words[ELSEWHERE_WORD] = other + 1 | field << ELSEWHERE_FIELD_SHIFT
     return tuple(words)
 
 

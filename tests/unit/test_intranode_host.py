@@ -46,12 +46,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> IntranodeBackend:
 
 def assert_along(launch: Launch, handle: DispatchHandle, operation: str, hidden: int, dtype: torch.dtype) -> None:
     """The header says what the handle and the rows say."""
-    assert launch.arguments["num_match"] == 14
-    op, _, uid, said_hidden, topk, experts, said_dtype, _, layout, alignment, _, _, placement, on_host = launch.words[
-        :14
-    ]
-    assert not on_host
-    assert (OPERATIONS[op], uid, placement) == (operation, 77, 88)
+    assert launch.arguments["num_match"] == 15
+    words = launch.words[:15]
+    op, _, uid, said_hidden, topk, experts, said_dtype, _, layout, alignment, _, _, placement, on_host, rounds = words
+    assert (OPERATIONS[op], uid, placement, on_host, rounds) == (operation, 77, 88, 0, 1)
     assert (said_hidden, DTYPES[said_dtype]) == (hidden, dtype)
     assert (topk, experts, alignment) == (NUM_TOPK, NUM_EXPERTS, handle.alignment)
     assert layout == (handle.layout == "expert_major")

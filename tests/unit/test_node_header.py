@@ -13,9 +13,9 @@ from moe_ep.backends.header import ERRORS, NUM_MATCH_WORDS, OK, OPERATIONS, Head
 from moe_ep.backends.node_header import (
     DIFFERS_ELSEWHERE,
     DOES_NOT_FIT,
-    ELSEWHERE_FIELD_WORD,
-    ELSEWHERE_NODE_WORD,
+    ELSEWHERE_FIELD_SHIFT,
     ELSEWHERE_VALUE_WORD,
+    ELSEWHERE_WORD,
     GOES_ON_WORD,
     NEED_WORD,
     OPENING_WORD,
@@ -29,7 +29,7 @@ from moe_ep.errors import ConfigError, EPTimeoutError
 CSRC = (Path(__file__).parents[2] / "csrc" / "exchange" / "exchange.h").read_text()
 # What must be alike on all ranks; a generation is in the tag of every flag.
 MATCH = [field.name for field in fields(Header)]
-MATCH = [name for name in MATCH[: MATCH.index("on_host") + 1] if name != "generation"]
+MATCH = [name for name in MATCH[: MATCH.index("rounds") + 1] if name != "generation"]
 
 
 # What csrc/bindings/intranode.cpp puts over the words that all calls along a handle share.
@@ -40,6 +40,7 @@ OF_A_CALL = {
     "dtype": "kDtypeWord",
     "weights_dtype": "kWeightsDtypeWord",
     "exact": "kExactWord",
+    "rounds": "kRoundsWord",
 }
 
 
@@ -121,11 +122,12 @@ def test_each_ranks_own_words_lie_where_the_kernels_look_for_them() -> None:
 
 
 def test_the_words_of_an_opening_lie_behind_those_that_are_compared() -> None:
-    places = [OPENING_WORD, ELSEWHERE_NODE_WORD, ELSEWHERE_FIELD_WORD, ELSEWHERE_VALUE_WORD]
-    names = ["kOpeningWord", "kElsewhereNodeWord", "kElsewhereFieldWord", "kElsewhereValueWord"]
+    places = [OPENING_WORD, ELSEWHERE_WORD, ELSEWHERE_VALUE_WORD]
+    names = ["kOpeningWord", "kElsewhereWord", "kElsewhereValueWord"]
     assert places == [constant(name) for name in names] == [*range(NUM_MATCH_WORDS, GOES_ON_WORD)]
     words = unpack(pack(header_of_call("combine"), opens=True), 1)[0]
-    assert [words[place] for place in places] == [1, 0, 0, 0], "its number is the device's"
+    assert [words[place] for place in places] == [1, 0, 0], "its number is the device's"
+    assert constant("kElsewhereFieldShift") == ELSEWHERE_FIELD_SHIFT
     assert constant("kDiffersElsewhere") == DIFFERS_ELSEWHERE
 
 

@@ -81,10 +81,10 @@ def test_staging_is_that_of_the_rank_with_the_most_rows() -> None:
     # Rows from rank i to rank j. They get 7, 9 and 8 rows; 6, 3 and 7 of them from others.
     rank_rows = (1, 2, 3, 5, 6, 4, 1, 1, 1)
     for rank, for_peers in enumerate((6, 3, 7)):
-        assert staging_of((4, 7, 2), rank_rows, rank) == (for_peers, 7, 9)
-    assert staging_of((40, 7, 2), rank_rows, 0) == (6, 40, 9)
-    assert staging_of((3,), (3,), 0) == (0, 3, 3)
-    assert staging_of((0, 0), (0, 0, 0, 0), 1) == (0, 0, 0)
+        assert staging_of((4, 7, 2), rank_rows, rank) == (for_peers, 7, 9, (4, 7, 2))
+    assert staging_of((40, 7, 2), rank_rows, 0) == (6, 40, 9, (40, 7, 2))
+    assert staging_of((3,), (3,), 0) == (0, 3, 3, (3,))
+    assert staging_of((0, 0), (0, 0, 0, 0), 1) == (0, 0, 0, (0, 0))
 
 
 def test_what_only_the_device_knows_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,4 +92,4 @@ def test_what_only_the_device_knows_makes_no_room(monkeypatch: pytest.MonkeyPatc
     alone = on_cpu(IntranodeBackend(None, PATIENCE_SECS))
     handle = make_handle(recv_counts=(-1, -1), rank_rows=(-1,) * 4, rank_tokens=(-1, -1))
     route = route_of(handle, alone._kernels)
-    assert route.staging == (handle.recv_token.shape[0], 0, 0)
+    assert route.staging == (handle.recv_token.shape[0], 0, 0, ())
