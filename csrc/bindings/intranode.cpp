@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/binding.h"
+#include "bindings/record.h"
 #include "bindings/row_names.h"
 #include "exchange/host.h"
 #include "intranode/combine.h"
@@ -348,85 +349,6 @@ void join(const Exchange& exchange, uintptr_t caller) {
   exchange.lead(stream_from(caller));
 }
 
-// Of the newest answer: (verdict, epoch, bad slot, bad id). Of the newest plan: (compact rows, rows, x needs grad,
-// weights need grad, tokens of each rank, rows from each to each, pairs from each).
-py::tuple answer(Exchange& exchange) {
-  HostRecord& record = exchange.record();
-  const int size = exchange.size();
-  py::tuple tokens(size), rows(size * size), pairs(size);
-  for (int i = 0; i < size; ++i) {
-    tokens[i] = record.rank_tokens[i];
-    pairs[i] = record.recv_pairs[i];
-    for (int j = 0; j < size; ++j) {
-      rows[i * size + j] = record.rank_rows[i][j];
-    }
-  }
-  return py::make_tuple(record.verdict, record.epoch, record.bad_slot, record.bad_id,
-                        py::make_tuple(record.num_compact_rows, record.num_rows, record.x_needs_grad != 0,
-                                       record.weights_need_grad != 0, tokens, rows, pairs));
-}
-
-// The answer to `question`, or None where `limit_secs` passed first.
-py::object wait_answer(Exchange& exchange, uint64_t question, double limit_secs) {
-  bool is_there = false;
-  {
-    const py::gil_scoped_release no_gil;
-    is_there = exchange.wait_answer(question, limit_secs);
-  }
-  return is_there ? py::object(answer(exchange)) : py::none();
-}
-
-// (rows of the local experts, the same rounded up to `alignment`) of the newest plan.
-py::tuple expert_counts(Exchange& exchange, int num_local, int64_t alignment) {
-  HostRecord& record = exchange.record();
-  py::list real(num_local), padded(num_local);
-  for (int i = 0; i < num_local; ++i) {
-    const int64_t count = record.expert_counts[i];
-    real[i] = count;
-    padded[i] = (count + alignment - 1) / alignment * alignment;
-  }
-  return py::make_tuple(real, padded);
-}
-
-// kHeaderWords int64 of each rank, of the newest refused call whose host waits.
-py::bytes headers(Exchange& exchange, int size) {
-  return py::bytes(reinterpret_cast<const char*>(exchange.record().headers),
-                   size * sizeof(exchange.record().headers[0]));
-}
-
-// Name and eight numbers of every fault since the last call of this, which are forgotten; a timeout stays until the
-// next generation. Refusals are as `Exchange::take_refusals` says.
-std::vector<std::pair<std::string, std::vector<int64_t>>> take_faults(Exchange& exchange) {
-  HostRecord& record = exchange.record();
-  std::vector<std::pair<std::string, std::vector<int64_t>>> faults;
-  const auto take = [&](const char* name, HostRecord::Fault& fault, bool stays) {
-    int64_t values[8];
-    if (Exchange::take_fault(&fault, values)) {
-      faults.emplace_back(name, std::vector<int64_t>(values, values + 8));
-      if (!stays) {
-        __atomic_store_n(&fault.valid, 0, __ATOMIC_RELEASE);
-      }
-    }
-  };
-  take("timeout", record.timeout, true);
-  if (auto refusals = exchange.take_refusals(); !refusals.second.empty()) {
-    faults.push_back(std::move(refusals));
-  }
-  take("overflow", record.overflow, false);
-  take("bad_idx", record.bad_idx, false);
-  take("low_latency", record.low_latency, false);
-  return faults;
-}
-
-bool has_fault(Exchange& exchange) {
-  HostRecord& record = exchange.record();
-  const auto valid = [](const HostRecord::Fault& fault) {
-    return __atomic_load_n(&fault.valid, __ATOMIC_ACQUIRE) != 0;
-  };
-  return valid(record.timeout) || exchange.has_refusals() || valid(record.overflow) || valid(record.bad_idx) ||
-         valid(record.low_latency);
-}
-
 }  // namespace
 
 void bind_intranode(py::module_& module) {
@@ -461,8 +383,9 @@ void bind_intranode(py::module_& module) {
            py::arg("token_row"), py::arg("slot_rank"), py::arg("geometry"))
       .def("set_rows", &set_rows);
 
-  py::class_<Exchange>(module, "Exchange")
-      .def(py::init<int, int, double>(), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("timeout_secs"))
+  py::class_<Exchange> bound(module, "Exchange");
+  bind_record(bound);
+  bound.def(py::init<int, int, double>(), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("timeout_secs"))
       .def("export_control", [](const Exchange& self) { return py::bytes(self.export_control()); })
       .def("export_segment", [](const Exchange& self) { return py::bytes(self.export_segment()); })
       .def("open_control", &Exchange::open_control, py::arg("peer"), py::arg("exported"))
@@ -481,12 +404,6 @@ void bind_intranode(py::module_& module) {
           "launch_on",
           [](Exchange& self, uintptr_t stream, bool bulk_copies) { self.launch_on(stream_from(stream), bulk_copies); },
           py::arg("stream"), py::arg("bulk_copies"))
-      .def("wait_answer", &wait_answer)
-      .def("answer", &answer)
-      .def("expert_counts", &expert_counts, py::arg("num_local"), py::arg("alignment"))
-      .def("headers", &headers, py::arg("size"))
-      .def("has_fault", &has_fault)
-      .def("take_faults", &take_faults)
       // Launches take their arguments by position, which costs a call half as much; NativeExchange names them.
       .def("join", &join)
       .def("plan", &plan, no_gil)
