@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe_ep
 from moe_ep.config import FP8Config, MoEConfig, RouterConfig
 from moe_ep.layers.experts import GroupedExperts
 from tests.helpers.compare import assert_same_bits
@@ -158,3 +159,23 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         experts(x, SIZES, row_weights_R=torch.ones(3))
     with pytest.raises(ValueError, match=r"row_weights_R is torch.float64, but FP8 experts weigh in float32"):
         experts(x, SIZES, row_weights_R=torch.ones(len(x), dtype=torch.float64))
+
+
+def test_the_layer_keeps_no_results_of_its_experts() -> None:
+    torch.manual_seed(0)
+    layer = moe_ep.MoELayer(config())
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(torch.randn(24, HIDDEN))
+    num_rows = int(layer.routing_stats()["rows"])
+    shapes = [tuple(tensor.shape) for tensor in kept if tensor.dtype == torch.float32]
+    assert (num_rows, 2 * FFN) in shapes  # what SwiGLU is computed from again
+    assert (num_rows, HIDDEN) not in shapes
+    y.sum().backward()
+    assert layer.router.weight.grad is not None
+    assert bool(layer.router.weight.grad.any())
