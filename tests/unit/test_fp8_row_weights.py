@@ -129,18 +129,25 @@ def test_powers_of_two_give_inside_what_they_give_outside_exactly(activation: st
     assert relative_error(dw, expected_dw) <= 5e-2
 
 
+def one_at_a_time(dtype: torch.dtype, device: str, largest: float, **settings: Any) -> dict[str, Tensor]:
+    """The gradients of `weighed`, where nothing but the one wants its gradient."""
+    experts = experts_in_fp8(dtype, device, **settings)
+    x, dy, weights = rows_and_weights(dtype, device, largest)
+    leaves = dict(zip(NAMES[1:], (x, weights, experts.get_parameter("gate_up"), experts.down), strict=True))
+    found = {}
+    for name, leaf in leaves.items():
+        for other in leaves.values():
+            other.requires_grad_(other is leaf)
+        (found[name],) = torch.autograd.grad(experts(x, SIZES, row_weights_R=weights), leaf, dy)
+    return found
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
 @pytest.mark.parametrize("recipe", ["blockwise", "current"])
-def test_the_gradient_of_the_weights_comes_alone_too(recipe: str) -> None:
-    whole = weighed(torch.float32, "cpu", 2.0, recipe=recipe)
-    experts = experts_in_fp8(torch.float32, "cpu", recipe=recipe).requires_grad_(False)
-    x, dy, weights = rows_and_weights(torch.float32, "cpu", 2.0)
-    experts(x.detach(), SIZES, row_weights_R=weights).backward(dy)
-    assert weights.grad is not None
-    assert_same_bits(weights.grad, whole["dw"], "dw")
-    x_alone = x.detach().requires_grad_()
-    experts(x_alone, SIZES, row_weights_R=weights.detach()).backward(dy)
-    assert x_alone.grad is not None
-    assert_same_bits(x_alone.grad, whole["dx"], "dx")
+def test_every_gradient_comes_alone_too(recipe: str, wgrad: str) -> None:
+    whole = weighed(torch.float32, "cpu", 2.0, recipe=recipe, wgrad=wgrad)
+    for name, alone in one_at_a_time(torch.float32, "cpu", 2.0, recipe=recipe, wgrad=wgrad).items():
+        assert_same_bits(alone, whole[name], name)
 
 
 def test_no_rows_and_no_experts_leave_the_weights_a_gradient() -> None:
