@@ -1,4 +1,4 @@
-"""A combine whose gradient travels as FP8. The forward is `moe_ep.combine`."""
+"""A plain sum whose gradient travels as FP8. The forward is `moe_ep.combine` without weights."""
 
 from __future__ import annotations
 
@@ -22,24 +22,17 @@ class CombineFp8Grad(Combine):
     @staticmethod
     @once_differentiable("combine")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        rows, weights = ctx.saved_tensors
         data, scales = quantize_1x128(grad_y, power_of_two=True)
         ctx.backend.open_dispatch(ctx.handle, data)
         received, received_scales = ctx.backend.dispatch_scaled(ctx.handle, data, scales)
         grad_RH = torch.empty(received.shape, dtype=grad_y.dtype, device=grad_y.device)
-        grad_weights = None if rows is None else torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         for begin in range(0, len(received), _ROWS_AT_ONCE):
             part = slice(begin, begin + _ROWS_AT_ONCE)
-            values = dequantize_1x128(received[part], received_scales[part], torch.float32)
-            if grad_weights is not None:
-                grad_weights[part] = (values * rows[part].float()).sum(dim=1)
-            grad_RH[part] = values if weights is None else values.mul_(weights[part].unsqueeze(1))
-        return grads_of_combine(ctx, grad_RH, grad_weights)
+            grad_RH[part] = dequantize_1x128(received[part], received_scales[part], grad_y.dtype)
+        return grads_of_combine(ctx, grad_RH, None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def combine_fp8_grad(
-    buffer: Buffer, rows: Tensor, handle: DispatchHandle, topk_weights: Tensor | None = None, exact: bool = False
-) -> Tensor:
+def combine_fp8_grad(buffer: Buffer, rows: Tensor, handle: DispatchHandle, exact: bool = False) -> Tensor:
     """`moe_ep.combine`, but the gradient of y travels as FP8: about half the bytes, and 4 significant bits."""
-    return combine_by(CombineFp8Grad, buffer, rows, handle, topk_weights, exact)
+    return combine_by(CombineFp8Grad, buffer, rows, handle, None, exact)

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ep.layers import swiglu
-from moe_ep.layers.weighted_swiglu import weighted_swiglu
+from moe_ep.layers import swiglu, weighted_swiglu
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -43,41 +42,49 @@ def activate(projected: Tensor, activation: Activation, expert_offsets: Tensor |
 
 
 def weighted_activate(
-    projected_RP: Tensor, row_weights_R: Tensor, activation: Activation, expert_offsets: Tensor | None = None
+    projected_RP: Tensor, row_weights_R: Tensor | None, activation: Activation, expert_offsets: Tensor | None = None
 ) -> Tensor:
     """`activate` times a weight of each row, with gradients to both. One kernel where `activate` is one.
 
     Args:
         projected_RP: [R, 2F] or [R, F], as `activate` takes it.
-        row_weights_R: [R] float32, or float64 beside float64; its gradient is a sum over F in that dtype.
+        row_weights_R: [R] float32, or float64 beside float64; its gradient is a sum over F in that dtype. None is
+            `activate` alone.
         activation, expert_offsets: as in `activate`; a row behind the last offset gives its weight no gradient.
 
     Returns:
         [R, F], dtype of projected.
     """
+    if row_weights_R is None:
+        return activate(projected_RP, activation, expert_offsets)
     if activation == "swiglu" and swiglu.serves(projected_RP) and row_weights_R.dtype == torch.float32:
-        return weighted_swiglu(projected_RP, row_weights_R, expert_offsets)
+        return weighted_swiglu.weighted_swiglu(projected_RP, row_weights_R, expert_offsets)
     inner_RF = activate(projected_RP, activation, expert_offsets)
     return (inner_RF.to(row_weights_R.dtype) * row_weights_R[:, None]).to(inner_RF.dtype)
 
 
-def activation_grad(projected: Tensor, grad_out: Tensor, activation: Activation) -> Tensor:
-    """The gradient of `projected`, given that of `activate(projected, activation)`; outside of any graph.
+def activation_grad(
+    projected_RP: Tensor, row_weights_R: Tensor | None, grad_out_RF: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `weighted_activate(projected, row_weights, activation)`; outside of any graph.
 
     Args:
-        projected: [R, 2F] for "swiglu", [R, F] for "gelu".
-        grad_out: [R, F], same dtype.
+        projected_RP: [R, 2F] for "swiglu", [R, F] for "gelu".
+        row_weights_R: [R] float32, or None.
+        grad_out_RF: [R, F], dtype of projected.
 
     Returns:
-        As projected.
+        That of projected, and that of the weights, None without any; like the two.
     """
-    if activation == "swiglu" and swiglu.serves(projected):
-        return swiglu.gradient(projected, grad_out)
+    if activation == "swiglu" and swiglu.serves(projected_RP):
+        if row_weights_R is None:
+            return swiglu.gradient(projected_RP, grad_out_RF), None
+        return weighted_swiglu.gradient(projected_RP, row_weights_R, grad_out_RF)
+    leaves = [tensor.detach().requires_grad_() for tensor in (projected_RP, row_weights_R) if tensor is not None]
     with torch.enable_grad():
-        leaf = projected.detach().requires_grad_()
-        out = activate(leaf, activation)
-    (grad,) = torch.autograd.grad(out, leaf, grad_out)
-    return grad
+        out = weighted_activate(leaves[0], None if row_weights_R is None else leaves[1], activation)
+    grad_projected, *grad_weights = torch.autograd.grad(out, leaves, grad_out_RF)
+    return grad_projected, grad_weights[0] if grad_weights else None
 
 
 def mlp(
@@ -95,7 +102,4 @@ def mlp(
     Returns:
         [R, H] in the dtype of the GEMMs.
     """
-    projected = F.linear(x_RH, first)
-    if row_weights_R is None:
-        return F.linear(activate(projected, activation), down_HF)
-    return F.linear(weighted_activate(projected, row_weights_R, activation), down_HF)
+    return F.linear(weighted_activate(F.linear(x_RH, first), row_weights_R, activation), down_HF)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_ep.config import MoEConfig
 from moe_ep.fp8.rows import Fp8Rows
-from moe_ep.layers.activations import activate, input_projection, mlp, weighted_activate
+from moe_ep.layers.activations import input_projection, mlp, weighted_activate
 from moe_ep.layers.fp8.experts import Fp8Experts
 from moe_ep.layers.grouped_linear import linear_per_expert, one_gemm_serves
 
@@ -125,7 +125,7 @@ class GroupedExperts(nn.Module):
             expert_offsets: [L + 1] int32 on the device, where each expert's rows begin, and their end. Counts and
                 offsets give the same bits; of both, a grouped GEMM reads the offsets, a loop the counts.
             row_weights_R: None, or [R] float32 (float64 beside float64) by which each row's result is multiplied,
-                inside: between the two projections, with a gradient. Not with `fp8`.
+                inside: between the two projections, with a gradient.
 
         Returns:
             [R, H] in the dtype of rows_RH, also under autocast.
@@ -134,11 +134,7 @@ class GroupedExperts(nn.Module):
             ValueError: a shape, the number of counts, their sum or the dtype does not fit.
         """
         if isinstance(rows_RH, Fp8Rows) or self.fp8 is not None:
-            if row_weights_R is not None:
-                raise ValueError(
-                    "row_weights_R was given, but experts in FP8 take none; weigh their results in combine."
-                )
-            out_RH: Tensor = self._forward_fp8(rows_RH, tokens_per_expert)
+            out_RH: Tensor = self._forward_fp8(rows_RH, tokens_per_expert, row_weights_R)
             return out_RH
         self._check_rows(rows_RH)
         self._check_weights(rows_RH, row_weights_R)
@@ -147,10 +143,8 @@ class GroupedExperts(nn.Module):
         sizes = [int(size) for size in tokens_per_expert]
         self._check_sizes(rows_RH, sizes)
         first: Tensor = self.get_parameter(self.first_name)
-        if not sizes:  # no expert, so no row either; the zero keeps the output attached to parameters and weights
-            attached = first.sum() + self.down.sum()
-            attached = attached if row_weights_R is None else attached + row_weights_R.sum()
-            return rows_RH + attached.to(rows_RH.dtype)
+        if not sizes:
+            return self._without_experts(rows_RH, row_weights_R)
         if self._one_gemm_serves(rows_RH, first):
             offsets = _offsets_of(sizes, rows_RH.device) if expert_offsets is None else expert_offsets
             return self._forward_by_offsets(rows_RH, offsets, row_weights_R, has_tail=False)
@@ -167,7 +161,9 @@ class GroupedExperts(nn.Module):
             self.fp8.look_at(first=first, down=self.down)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_fp8(self, rows_RH: Tensor | Fp8Rows, tokens_per_expert: Sequence[int] | None) -> Tensor:
+    def _forward_fp8(
+        self, rows_RH: Tensor | Fp8Rows, tokens_per_expert: Sequence[int] | None, row_weights_R: Tensor | None
+    ) -> Tensor:
         if self.fp8 is None or tokens_per_expert is None:
             raise ValueError(
                 f"the experts got {type(rows_RH).__name__}, with fp8.recipe = {self.config.fp8.recipe} and "
@@ -175,12 +171,21 @@ class GroupedExperts(nn.Module):
             )
         face_RH = rows_RH.face if isinstance(rows_RH, Fp8Rows) else rows_RH
         self._check_rows(face_RH)
+        self._check_weights(face_RH, row_weights_R)
+        if row_weights_R is not None and row_weights_R.dtype != torch.float32:
+            raise ValueError(f"row_weights_R is {row_weights_R.dtype}, but FP8 experts weigh in float32; give that.")
         sizes = [int(size) for size in tokens_per_expert]
         self._check_sizes(face_RH, sizes)
+        if not sizes:
+            return self._without_experts(face_RH, row_weights_R)
         first: Tensor = self.get_parameter(self.first_name)
-        if not sizes:  # as in forward
-            return face_RH + (first.sum() + self.down.sum()).to(face_RH.dtype)
-        return self.fp8(rows_RH, sizes, first, self.down, _gemm_dtype(face_RH)).to(face_RH.dtype)
+        return self.fp8(rows_RH, row_weights_R, sizes, first, self.down, _gemm_dtype(face_RH)).to(face_RH.dtype)
+
+    def _without_experts(self, rows_RH: Tensor, row_weights_R: Tensor | None) -> Tensor:
+        """No rows come where no expert is; the zero keeps them attached to the parameters and the weights."""
+        attached = self.get_parameter(self.first_name).sum() + self.down.sum()
+        attached = attached if row_weights_R is None else attached + row_weights_R.sum()
+        return rows_RH + attached.to(rows_RH.dtype)
 
     def _forward_by_offsets(
         self, rows_RH: Tensor, expert_offsets: Tensor | None, row_weights_R: Tensor | None, has_tail: bool = True
@@ -195,10 +200,7 @@ class GroupedExperts(nn.Module):
         first: Tensor = self.get_parameter(self.first_name)
         projected = linear_per_expert(rows_RH.to(dtype), first.to(dtype), expert_offsets, has_tail)
         end = expert_offsets if has_tail else None
-        if row_weights_R is None:
-            inner = activate(projected, self.activation, end)
-        else:
-            inner = weighted_activate(projected, row_weights_R, self.activation, end)
+        inner = weighted_activate(projected, row_weights_R, self.activation, end)
         return linear_per_expert(inner, self.down.to(dtype), expert_offsets, has_tail).to(rows_RH.dtype)
 
     def _one_gemm_serves(self, rows_RH: Tensor, first: Tensor) -> bool:

@@ -134,23 +134,17 @@ class MoELayer(nn.Module):
             )
             out, rows = received, received.x
         self._last_rows = out.expert_offsets[-1]
-        weights_R = out.topk_weights if self._weighs_inside else None
-        return out, self.experts(rows, out.tokens_per_expert, out.expert_offsets, weights_R)
-
-    @property
-    def _weighs_inside(self) -> bool:
-        """Whether the experts weigh their rows: combine and its backward are sums and copies then, and the experts'
-        results need not be kept. In FP8 combine weighs, since SwiGLU's gradient is cast tile by tile there."""
-        return self.experts.fp8 is None
+        # The experts weigh their rows: combine and its backward are sums and copies then, and keep no results.
+        return out, self.experts(rows, out.tokens_per_expert, out.expert_offsets, out.topk_weights)
 
     def _combined(self, way: Beside, rows_RH: Tensor, out: DispatchOutput | Fp8DispatchOutput) -> Tensor:
         """The routed experts' part of y."""
-        weights_R = None if self._weighs_inside else out.topk_weights
-        rows_RH, weights_R = way.tie(rows_RH, weights_R)
-        as_fp8 = self.experts.fp8 is not None and self.config.fp8.grad_dispatch
-        come_home = combine_fp8_grad if as_fp8 else combine
-        y_TH: Tensor = come_home(way.buffer, rows_RH, out.handle, weights_R, exact=self.config.ep.exact)
-        return y_TH
+        rows_RH, _ = way.tie(rows_RH, None)
+        exact = self.config.ep.exact
+        if self.experts.fp8 is not None and self.config.fp8.grad_dispatch:
+            y_TH: Tensor = combine_fp8_grad(way.buffer, rows_RH, out.handle, exact)
+            return y_TH
+        return combine(way.buffer, rows_RH, out.handle, exact=exact)
 
     def routing_stats(self) -> dict[str, Tensor]:
         """What the last forward did on this rank, as detached tensors; no communication.

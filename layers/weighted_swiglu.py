@@ -39,6 +39,11 @@ def weighted_swiglu(projected_R2F: Tensor, row_weights_R: Tensor, expert_offsets
     return out
 
 
+def gradient(projected_R2F: Tensor, row_weights_R: Tensor, grad_out_RF: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, 2F] and [R] float32: the gradients of `projected` and of the weights, for who keeps no graph."""
+    return _launch_backward(projected_R2F.detach(), row_weights_R.detach(), grad_out_RF.detach(), None)
+
+
 class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, row_weights: Tensor, expert_offsets: Tensor | None) -> Tensor:

@@ -32,14 +32,15 @@ TileSource tile_source_from(const std::string& name) {
 }
 
 void fp8_cast_tiles(const std::string& source, const std::string& dtype, uintptr_t x, uintptr_t x_scales,
-                    uintptr_t grads, uintptr_t tiles, int64_t num_tiles, int64_t width, uintptr_t rows,
-                    uintptr_t row_scales, uintptr_t columns, uintptr_t column_scales, bool one_scale, bool power_of_two,
-                    uintptr_t stream) {
+                    uintptr_t grads, uintptr_t row_weights, uintptr_t tiles, int64_t num_tiles, int64_t width,
+                    uintptr_t rows, uintptr_t row_scales, uintptr_t columns, uintptr_t column_scales,
+                    uintptr_t weight_sums, bool one_scale, bool power_of_two, uintptr_t stream) {
+  const TileInputs inputs = {tile_source_from(source),        row_type_from(dtype),
+                             pointer_from<const void>(x),     pointer_from<const float>(x_scales),
+                             pointer_from<const void>(grads), pointer_from<const float>(row_weights)};
   const TileOutputs outputs = {pointer_from<void>(rows), pointer_from<float>(row_scales), pointer_from<void>(columns),
-                               pointer_from<float>(column_scales)};
-  launch_fp8_cast_tiles(tile_source_from(source), row_type_from(dtype), pointer_from<const void>(x),
-                        pointer_from<const float>(x_scales), pointer_from<const void>(grads),
-                        pointer_from<const RowTile>(tiles), num_tiles, width, outputs, one_scale, power_of_two,
+                               pointer_from<float>(column_scales), pointer_from<float>(weight_sums)};
+  launch_fp8_cast_tiles(inputs, pointer_from<const RowTile>(tiles), num_tiles, width, outputs, one_scale, power_of_two,
                         stream_from(stream));
 }
 
@@ -91,9 +92,10 @@ void multiply(Fp8Products& self, const std::vector<int64_t>& sizes, const std::v
 void bind_fp8_kernels(py::module_& module) {
   const NoGil no_gil;
   module.def("fp8_cast_tiles", &fp8_cast_tiles, no_gil, py::kw_only(), py::arg("source"), py::arg("dtype"),
-             py::arg("x"), py::arg("x_scales"), py::arg("grads"), py::arg("tiles"), py::arg("num_tiles"),
-             py::arg("width"), py::arg("rows"), py::arg("row_scales"), py::arg("columns"), py::arg("column_scales"),
-             py::arg("one_scale"), py::arg("power_of_two"), py::arg("stream"));
+             py::arg("x"), py::arg("x_scales"), py::arg("grads"), py::arg("row_weights"), py::arg("tiles"),
+             py::arg("num_tiles"), py::arg("width"), py::arg("rows"), py::arg("row_scales"), py::arg("columns"),
+             py::arg("column_scales"), py::arg("weight_sums"), py::arg("one_scale"), py::arg("power_of_two"),
+             py::arg("stream"));
   module.def("fp8_pack_scales", &fp8_pack_scales, no_gil, py::kw_only(), py::arg("scales"), py::arg("tiles"),
              py::arg("num_tiles"), py::arg("num_blocks"), py::arg("packed"), py::arg("stream"));
   module.def("fp8_products_obstacle", &fp8_products_obstacle);

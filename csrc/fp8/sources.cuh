@@ -1,4 +1,5 @@
 // What csrc/fp8/tiles.cu casts: 4 neighbouring elements of a row at a time, read as they are or computed on the way.
+// A source with kSums also adds up, of each row, what the elements give to the gradient of the row's weight.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -53,67 +54,100 @@ __device__ float4 widened(const Quad<__nv_bfloat16>& values) {  // a bfloat16 is
 }
 
 template <typename Elem>
+__device__ Quad<Elem> quad_at(const Elem* address) {
+  return *reinterpret_cast<const Quad<Elem>*>(address);
+}
+
+template <typename Elem>
 struct RowsSource {
   using Stored = Elem;
+  static constexpr bool kSums = false;
   static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 4;  // with as many next to nothing is spilled
   const Elem* x;
   int64_t width;
 
-  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
-    return *reinterpret_cast<const Quad<Elem>*>(x + row * width + col);
-  }
+  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const { return quad_at(x + row * width + col); }
 };
 
 template <typename Elem>
 struct SwigluSource {
   using Stored = Elem;
+  static constexpr bool kSums = false;
   static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 3;
   const Elem* x;
+  const float* row_weights;
   int64_t width;
 
   __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
     const Elem* gates_at = x + row * 2 * width + col;
-    const Quad<Elem> gates = *reinterpret_cast<const Quad<Elem>*>(gates_at);
-    const Quad<Elem> ups = *reinterpret_cast<const Quad<Elem>*>(gates_at + width);
+    const Quad<Elem> gates = quad_at(gates_at);
+    const Quad<Elem> ups = quad_at(gates_at + width);
+    const float weight = row_weights[row];
     Quad<Elem> result;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const float gate = to_float(gates.elems[i]);
-      result.elems[i] = from_float<Elem>(gate * sigmoid<Elem>(gate) * to_float(ups.elems[i]));
+      result.elems[i] = from_float<Elem>(gate * sigmoid<Elem>(gate) * to_float(ups.elems[i]) * weight);
     }
     return result;
   }
 };
 
-// The gradient of silu(gate) * up, as csrc/layer/swiglu.cu computes it: of the gates in the left half, of the ups in
-// the right.
+// The gradient of weight * silu(gate) * up, as csrc/layer/swiglu.cu computes it: of the gates in the left half, of the
+// ups in the right. The left half has all that the weight's gradient wants.
 template <typename Elem>
 struct SwigluGradSource {
   using Stored = Elem;
+  static constexpr bool kSums = true;
   static constexpr int kBlocksPerSm = sizeof(Elem) == 4 ? 2 : 3;
   const Elem* x;
   const Elem* grads;
+  const float* row_weights;
   int64_t width;
 
-  __device__ Quad<Elem> load(const RowTile&, int64_t row, int64_t col) const {
-    const int64_t ffn = width / 2;
-    const bool is_up = col >= ffn;
-    const int64_t in_half = is_up ? col - ffn : col;
-    const Elem* gates_at = x + row * width + in_half;
-    const Quad<Elem> gates = *reinterpret_cast<const Quad<Elem>*>(gates_at);
-    const Quad<Elem> gradients = *reinterpret_cast<const Quad<Elem>*>(grads + row * ffn + in_half);
-    Quad<Elem> ups = {};
-    if (!is_up) {
-      ups = *reinterpret_cast<const Quad<Elem>*>(gates_at + ffn);
+  template <int kRows>
+  __device__ void load_rows(int64_t row, int64_t col, Quad<Elem> (&values)[kRows], float (&sums)[kRows]) const {
+    if (col < width / 2) {  // one branch for all rows, and as a rule one way for all threads of a block
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        values[i] = of_gates(row + i, col, sums[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        values[i] = of_ups(row + i, col - width / 2);
+      }
     }
+  }
+
+ private:
+  __device__ Quad<Elem> of_gates(int64_t row, int64_t col, float& sum) const {
+    const Quad<Elem> gates = quad_at(x + row * width + col);
+    const Quad<Elem> ups = quad_at(x + row * width + width / 2 + col);
+    const Quad<Elem> gradients = quad_at(grads + row * (width / 2) + col);
+    const float weight = row_weights[row];
     Quad<Elem> result;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const float gate = to_float(gates.elems[i]);
+      const float up = to_float(ups.elems[i]);
       const float grad = to_float(gradients.elems[i]);
       const float s = sigmoid<Elem>(gate);
-      const float of_gate = grad * to_float(ups.elems[i]) * s * (1.0f + gate * (1.0f - s));
-      result.elems[i] = from_float<Elem>(is_up ? grad * (gate * s) : of_gate);
+      result.elems[i] = from_float<Elem>(grad * weight * up * s * (1.0f + gate * (1.0f - s)));
+      sum += grad * (gate * s * up);
+    }
+    return result;
+  }
+
+  __device__ Quad<Elem> of_ups(int64_t row, int64_t col) const {
+    const Quad<Elem> gates = quad_at(x + row * width + col);
+    const Quad<Elem> gradients = quad_at(grads + row * (width / 2) + col);
+    const float weight = row_weights[row];
+    Quad<Elem> result;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const float gate = to_float(gates.elems[i]);
+      result.elems[i] = from_float<Elem>(to_float(gradients.elems[i]) * weight * (gate * sigmoid<Elem>(gate)));
     }
     return result;
   }
@@ -121,6 +155,7 @@ struct SwigluGradSource {
 
 struct Fp8Source {
   using Stored = __nv_bfloat16;
+  static constexpr bool kSums = false;
   static constexpr int kBlocksPerSm = 4;
   const uint8_t* x;
   const float* scales;
@@ -130,7 +165,7 @@ struct Fp8Source {
     const int64_t num_blocks = (width + kTile - 1) / kTile;
     const int64_t at = tile.expert_begin * num_blocks + col / kTile * tile.expert_rows + (row - tile.expert_begin);
     const float scale = scales[at];
-    const Quad<uint8_t> codes = *reinterpret_cast<const Quad<uint8_t>*>(x + row * width + col);
+    const Quad<uint8_t> codes = quad_at(x + row * width + col);
     Quad<__nv_bfloat16> result;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {

@@ -24,23 +24,23 @@ __device__ float warp_max(float value) {
   return value;
 }
 
-// The largest of each of a warp's rows: of row lane / 2. Each step halves the rows of a lane, so that 16 rows take 16
-// shuffles.
-template <int kRows>
-__device__ float row_max(const float (&largest)[kRows]) {
+// The largest, or the sum, of each of a warp's rows: of row lane / 2. Each step halves the rows of a lane, so that 16
+// rows take 16 shuffles.
+template <int kRows, typename Join>
+__device__ float joined_rows(const float (&of_lane)[kRows], Join join) {
   constexpr int kHalf = kRows / 2;
   const bool is_upper = threadIdx.x & kRows;
   float halved[kHalf];
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
-    const float kept = is_upper ? largest[i + kHalf] : largest[i];
-    const float sent = is_upper ? largest[i] : largest[i + kHalf];
-    halved[i] = fmaxf(kept, __shfl_xor_sync(0xFFFFFFFFu, sent, kRows));
+    const float kept = is_upper ? of_lane[i + kHalf] : of_lane[i];
+    const float sent = is_upper ? of_lane[i] : of_lane[i + kHalf];
+    halved[i] = join(kept, __shfl_xor_sync(0xFFFFFFFFu, sent, kRows));
   }
   if constexpr (kHalf == 1) {
-    return fmaxf(halved[0], __shfl_xor_sync(0xFFFFFFFFu, halved[0], 1));
+    return join(halved[0], __shfl_xor_sync(0xFFFFFFFFu, halved[0], 1));
   } else {
-    return row_max(halved);
+    return joined_rows(halved, join);
   }
 }
 
@@ -169,10 +169,23 @@ __global__ void __launch_bounds__(kThreads, kOneScale ? (Source::kBlocksPerSm + 
   const bool is_inside = has_rows && col < width;
 
   Quad<Elem> values[kRowsPerWarp] = {};
+  float sums[kRowsPerWarp] = {};
   if (is_inside) {
+    if constexpr (Source::kSums) {
+      source.load_rows(first_row, col, values, sums);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kRowsPerWarp; ++i) {
-      values[i] = source.load(tile, first_row + i, col);
+      for (int i = 0; i < kRowsPerWarp; ++i) {
+        values[i] = source.load(tile, first_row + i, col);
+      }
+    }
+  }
+  if constexpr (Source::kSums) {
+    if (out.weight_sums != nullptr && 2 * first_col < width) {
+      const float sum = joined_rows(sums, [](float a, float b) { return a + b; });
+      if (has_rows && lane % 2 == 0) {
+        out.weight_sums[(first_row + lane / 2) * ((width / 2 + kTile - 1) / kTile) + block] = sum;
+      }
     }
   }
   float of_rows[kRowsPerWarp] = {};
@@ -192,7 +205,8 @@ __global__ void __launch_bounds__(kThreads, kOneScale ? (Source::kBlocksPerSm + 
 
   uint8_t* rows = static_cast<uint8_t*>(out.rows) + first_row * width + col;
   if constexpr (kRows && !kOneScale) {
-    const float scale = block_scale(row_max(of_rows), power_of_two);
+    const float largest = joined_rows(of_rows, [](float a, float b) { return fmaxf(a, b); });
+    const float scale = block_scale(largest, power_of_two);
     const float inverse = __frcp_rn(scale);
     if (has_rows && lane % 2 == 0) {
       const int64_t in_expert = first_row - tile.expert_begin + lane / 2;
@@ -286,12 +300,12 @@ struct Launch {
   }
 
   template <typename Elem>
-  void cast(TileSource source, const void* x, const void* grads, bool one_scale) const {
-    const Elem* values = static_cast<const Elem*>(x);
-    if (source == TileSource::kSwiglu) {
-      cast_blocks(SwigluSource<Elem>{values, width});
-    } else if (source == TileSource::kSwigluGrad) {
-      cast_blocks(SwigluGradSource<Elem>{values, static_cast<const Elem*>(grads), width});
+  void cast(const TileInputs& in, bool one_scale) const {
+    const Elem* values = static_cast<const Elem*>(in.x);
+    if (in.source == TileSource::kSwiglu) {
+      cast_blocks(SwigluSource<Elem>{values, in.row_weights, width});
+    } else if (in.source == TileSource::kSwigluGrad) {
+      cast_blocks(SwigluGradSource<Elem>{values, static_cast<const Elem*>(in.grads), in.row_weights, width});
     } else if (one_scale && outputs.columns == nullptr) {
       run<true, false, true>(RowsSource<Elem>{values, width});
     } else if (one_scale) {
@@ -306,28 +320,31 @@ constexpr int64_t kMaxTiles = 65535;  // what the grid's second dimension holds
 
 }  // namespace
 
-void launch_fp8_cast_tiles(TileSource source, RowType row_type, const void* x, const float* x_scales, const void* grads,
-                           const RowTile* tiles, int64_t num_tiles, int64_t width, const TileOutputs& outputs,
-                           bool one_scale, bool power_of_two, cudaStream_t stream) {
+void launch_fp8_cast_tiles(const TileInputs& inputs, const RowTile* tiles, int64_t num_tiles, int64_t width,
+                           const TileOutputs& outputs, bool one_scale, bool power_of_two, cudaStream_t stream) {
+  const TileSource source = inputs.source;
   MOE_EP_CHECK(num_tiles >= 0 && num_tiles <= kMaxTiles, "fp8_cast_tiles: there are ", num_tiles, " tiles, but 0 to ",
                kMaxTiles, " are possible: cast fewer rows at once.");
   MOE_EP_CHECK(width >= kStep && width % kStep == 0, "fp8_cast_tiles: the width is ", width,
                ", but a multiple of 16 is needed: cast by the formula.");
   MOE_EP_CHECK(source != TileSource::kSwigluGrad || width % (2 * kStep) == 0, "fp8_cast_tiles: the width is ", width,
                ", but halves that are multiples of 16 are needed for SwiGLU's gradient: cast it after computing it.");
-  MOE_EP_CHECK(row_type != RowType::kFloat16, "fp8_cast_tiles: rows are float16, but bfloat16 and float32 are served.");
+  MOE_EP_CHECK(inputs.row_type != RowType::kFloat16,
+               "fp8_cast_tiles: rows are float16, but bfloat16 and float32 are served.");
   MOE_EP_CHECK(!one_scale || source == TileSource::kRows, "fp8_cast_tiles: one scale a tile is for rows as they are.");
+  MOE_EP_CHECK(outputs.weight_sums == nullptr || source == TileSource::kSwigluGrad,
+               "fp8_cast_tiles: sums for the weights come with SwiGLU's gradient: give no weight_sums.");
   if (num_tiles == 0) {
     return;
   }
   const Launch launch = {tiles, num_tiles, width, outputs, power_of_two, stream};
   if (source == TileSource::kFp8) {
-    return launch.cast_blocks(Fp8Source{static_cast<const uint8_t*>(x), x_scales, width});
+    return launch.cast_blocks(Fp8Source{static_cast<const uint8_t*>(inputs.x), inputs.x_scales, width});
   }
-  if (row_type == RowType::kFloat32) {
-    return launch.cast<float>(source, x, grads, one_scale);
+  if (inputs.row_type == RowType::kFloat32) {
+    return launch.cast<float>(inputs, one_scale);
   }
-  return launch.cast<__nv_bfloat16>(source, x, grads, one_scale);
+  return launch.cast<__nv_bfloat16>(inputs, one_scale);
 }
 
 void launch_fp8_pack_scales(const float* scales, const RowTile* tiles, int64_t num_tiles, int64_t num_blocks,

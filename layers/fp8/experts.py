@@ -1,14 +1,14 @@
 """Both projections of the experts as FP8 products, forward and backward: one `autograd.Function` with ordinary faces.
 
-    projected = rows @ first.T          rows as they came, or cast once
-    inner     = activate(projected)     cast once
+    projected = rows @ first.T                  rows as they came, or cast once
+    inner     = weight * activate(projected)    cast once; the routing weight of each row, or 1
     out       = inner @ down.T
 
 backward, with the gradient of out cast once for both of its products:
 
-    d_inner     = d_out @ down          d_down  = d_out.T @ inner
-    d_projected = activate'(d_inner)
-    d_rows      = d_projected @ first   d_first = d_projected.T @ rows
+    d_inner     = d_out @ down                  d_down   = d_out.T @ inner
+    d_projected = weight * activate'(d_inner)   d_weight = sum over F of d_inner * activate(projected)
+    d_rows      = d_projected @ first           d_first  = d_projected.T @ rows
 
 A product over K needs both operands with their scales along K. The rows came with scales along H, so for d_first they
 are transposed and cast anew, from their own FP8 values. inner is not kept but computed again from projected.
@@ -30,7 +30,7 @@ from moe_ep.config import MoEConfig
 from moe_ep.fp8.blocks import Fp8Cast
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, check_sizes
 from moe_ep.fp8.rows import Fp8Rows
-from moe_ep.layers.activations import Activation, activate, activation_grad
+from moe_ep.layers.activations import Activation, activation_grad, weighted_activate
 from moe_ep.layers.fp8.gemm import GroupedGemm, make_gemm
 from moe_ep.layers.fp8.recipe import Fp8Recipe, make_recipe
 from moe_ep.layers.fp8.weights import CastWeights, Fingerprint, identity_of
@@ -69,12 +69,19 @@ class Fp8Experts:
         self._cast.forget()
 
     def __call__(
-        self, rows: Tensor | Fp8Rows, sizes: Sequence[int], first_LPH: Tensor, down_LHF: Tensor, dtype: torch.dtype
+        self,
+        rows: Tensor | Fp8Rows,
+        row_weights_R: Tensor | None,
+        sizes: Sequence[int],
+        first_LPH: Tensor,
+        down_LHF: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Applies every expert to its rows; differentiable once.
 
         Args:
             rows: FP8 rows of a dispatch, or [R, H] ordinary ones, which are cast here.
+            row_weights_R: [R] float32 by which each row's result is multiplied, with a gradient; None for 1.
             sizes: L numbers of rows, padding included, multiples of `recipe.alignment`.
             first_LPH, down_LHF: the weights.
             dtype: of the results of the products; gradients of weights have the weights' own.
@@ -92,12 +99,15 @@ class Fp8Experts:
         marks, self._marks = self._marks, {}
         # The transposed weights make gradients of rows and of inner; without a backward they are not made, nor kept.
         of_rows = torch.is_grad_enabled() and rows.face.requires_grad
-        of_inner = of_rows or (torch.is_grad_enabled() and (first_LPH.requires_grad or down_LHF.requires_grad))
+        others = [tensor for tensor in (row_weights_R, first_LPH, down_LHF) if tensor is not None]
+        of_inner = of_rows or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in others))
         first = self._weight("first", marks, first_LPH, of_rows)
         down = self._weight("down", marks, down_LHF, of_inner)
         weights = Weights(first.rows, first.columns, down.rows, down.columns)
         ranges = RowRanges(tuple(sizes), rows.data.device)
-        out: Tensor = _Mlp.apply(rows.face, first_LPH, down_LHF, rows, weights, ranges, self, dtype)  # type: ignore[no-untyped-call]
+        out: Tensor = _Mlp.apply(  # type: ignore[no-untyped-call]
+            rows.face, row_weights_R, first_LPH, down_LHF, rows, weights, ranges, self, dtype
+        )
         return out
 
     def _weight(self, name: str, marks: dict[str, Fingerprint], weight_LOI: Tensor, columns: bool) -> Fp8Cast:
@@ -127,6 +137,7 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         face_RH: Tensor,
+        row_weights_R: Tensor | None,
         first_LPH: Tensor,
         down_LHF: Tensor,
         rows: Fp8Rows,
@@ -139,11 +150,11 @@ class _Mlp(torch.autograd.Function):
         projected = rows.data.new_empty(ranges.num_rows, first_LPH.shape[1], dtype=dtype)
         engine.gemm(weights.first, recipe.arrived(rows, ranges), ranges.split(projected))
         out = rows.data.new_empty(ranges.num_rows, down_LHF.shape[1], dtype=dtype)
-        inner = recipe.activations(projected, engine.activation, ranges, rows=True).rows
+        inner = recipe.activations(projected, row_weights_R, engine.activation, ranges, rows=True).rows
         engine.gemm(weights.down, inner, ranges.split(out))
         ctx.engine, ctx.weights, ctx.ranges, ctx.face_dtype = engine, weights, ranges, face_RH.dtype
         ctx.likes = [(weight.shape, weight.dtype) for weight in (first_LPH, down_LHF)]
-        ctx.save_for_backward(projected, rows.data, rows.scales)
+        ctx.save_for_backward(projected, row_weights_R, rows.data, rows.scales)
         return out
 
     @staticmethod
@@ -151,8 +162,8 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, grad_out_RH: Tensor) -> tuple[Tensor | None, ...]:
         engine, weights, ranges = ctx.engine, ctx.weights, ctx.ranges
         recipe: Fp8Recipe = engine.recipe
-        wants_rows, wants_first, wants_down = ctx.needs_input_grad[:3]
-        projected, data, scales = ctx.saved_tensors
+        wants_rows, _, wants_first, wants_down = ctx.needs_input_grad[:4]
+        projected, row_weights_R, data, scales = ctx.saved_tensors
         rows = Fp8Rows(data, data, scales, ranges.sizes)
         grad_out_RH = grad_out_RH.to(projected.dtype)
         in_fp8 = engine.wgrad == "fp8"
@@ -161,26 +172,26 @@ class _Mlp(torch.autograd.Function):
         grads = recipe.cast("grad_out", grad_out_RH, ranges, rows=True, columns=wants_down and in_fp8)
         inner = None
         if wants_down and in_fp8:
-            inner = recipe.activations(projected, engine.activation, ranges, columns=True).columns
+            inner = recipe.activations(projected, row_weights_R, engine.activation, ranges, columns=True).columns
         grad_inner = projected.new_empty(ranges.num_rows, ctx.likes[1][0][2])
         engine.gemm(weights.down_transposed, grads.rows, ranges.split(grad_inner))
         grad_down = None
         if inner is not None:
             grad_down = _weight_grad(engine.gemm, ctx.likes[1], inner, grads.columns, ranges)
         elif wants_down:
-            inner_RF = activate(projected, engine.activation)
+            inner_RF = weighted_activate(projected, row_weights_R, engine.activation)
             grad_down = weight_grad(grad_out_RH, inner_RF, ctx.likes[1][0], ranges.offsets)
             del inner_RF
         del inner, grads
 
         grad_projected, transposed = None, None
         if in_fp8:
-            grads = recipe.activation_grads(
-                projected, grad_inner, engine.activation, ranges, rows=wants_rows, columns=wants_first
+            grads, grad_weights = recipe.activation_grads(
+                projected, row_weights_R, grad_inner, engine.activation, ranges, rows=wants_rows, columns=wants_first
             )
             transposed = recipe.transposed(rows, ranges) if wants_first else None
         else:
-            grad_projected = activation_grad(projected, grad_inner, engine.activation)
+            grad_projected, grad_weights = activation_grad(projected, row_weights_R, grad_inner, engine.activation)
             grads = recipe.cast("grad_projected", grad_projected, ranges, rows=wants_rows, columns=False)
         del grad_inner
         grad_rows = None
@@ -194,6 +205,7 @@ class _Mlp(torch.autograd.Function):
             grad_first = weight_grad(grad_projected, rows.values(projected.dtype), ctx.likes[0][0], ranges.offsets)
         return (
             grad_rows,  # face
+            grad_weights,  # row weights
             None if grad_first is None else grad_first.to(ctx.likes[0][1]),  # first
             None if grad_down is None else grad_down.to(ctx.likes[1][1]),  # down
             *[None] * 5,  # the FP8 rows (their gradient goes to the face), weights in FP8, ranges, engine, dtype

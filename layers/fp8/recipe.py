@@ -29,7 +29,7 @@ from moe_ep.fp8 import blocks as fp8_blocks
 from moe_ep.fp8.blocks import Fp8Cast
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, split_rows, whole_rows
 from moe_ep.fp8.rows import Fp8Rows
-from moe_ep.layers.activations import Activation, activate, activation_grad
+from moe_ep.layers.activations import Activation, activation_grad, weighted_activate
 
 GroupMax = Callable[[Tensor], Tensor]  # the largest over the ranks of a float32 scalar; collective
 
@@ -52,21 +52,30 @@ class Fp8Recipe(Protocol):
         """The same for the weights' gradient: [K, rows] of each expert."""
 
     def activations(
-        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+        self,
+        projected: Tensor,
+        row_weights: Tensor | None,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool = False,
+        columns: bool = False,
     ) -> Fp8Cast:
-        """activate(projected): [rows, F] of each expert, the transpose, or both."""
+        """weight * activate(projected): [rows, F] of each expert, the transpose, or both; no weights are 1."""
 
     def activation_grads(
         self,
         projected: Tensor,
+        row_weights: Tensor | None,
         grad_inner: Tensor,
         activation: Activation,
         ranges: RowRanges,
         *,
         rows: bool,
         columns: bool,
-    ) -> Fp8Cast:
-        """The gradient of projected, from that of activate(projected): [rows, P] of each expert, or the transpose."""
+    ) -> tuple[Fp8Cast, Tensor | None]:
+        """The gradients, from that of what `activations` casts: of projected, [rows, P] of each expert, the transpose,
+        or both; and of the weights, [R] float32, if there are any."""
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
@@ -88,26 +97,29 @@ class _CastAsTheyAre:
     def activations(
         self: Fp8Recipe,
         projected: Tensor,
+        row_weights: Tensor | None,
         activation: Activation,
         ranges: RowRanges,
         *,
         rows: bool = False,
         columns: bool = False,
     ) -> Fp8Cast:
-        return self.cast("inner", activate(projected, activation), ranges, rows=rows, columns=columns)
+        inner = weighted_activate(projected, row_weights, activation)
+        return self.cast("inner", inner, ranges, rows=rows, columns=columns)
 
     def activation_grads(
         self: Fp8Recipe,
         projected: Tensor,
+        row_weights: Tensor | None,
         grad_inner: Tensor,
         activation: Activation,
         ranges: RowRanges,
         *,
         rows: bool,
         columns: bool,
-    ) -> Fp8Cast:
-        grad_projected = activation_grad(projected, grad_inner, activation)
-        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns)
+    ) -> tuple[Fp8Cast, Tensor | None]:
+        grad_projected, grad_weights = activation_grad(projected, row_weights, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns), grad_weights
 
 
 class Blockwise(_CastAsTheyAre):
@@ -129,27 +141,40 @@ class Blockwise(_CastAsTheyAre):
         return fp8_blocks.transpose_rows(rows.data, packed, ranges, self._power_of_two)
 
     def activations(
-        self, projected: Tensor, activation: Activation, ranges: RowRanges, *, rows: bool = False, columns: bool = False
+        self,
+        projected: Tensor,
+        row_weights: Tensor | None,
+        activation: Activation,
+        ranges: RowRanges,
+        *,
+        rows: bool = False,
+        columns: bool = False,
     ) -> Fp8Cast:
         if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
-            return fp8_blocks.cast_swiglu(projected, ranges, self._power_of_two, rows=rows, columns=columns)
-        return super().activations(projected, activation, ranges, rows=rows, columns=columns)
+            return fp8_blocks.cast_swiglu(
+                projected, row_weights, ranges, self._power_of_two, rows=rows, columns=columns
+            )
+        return super().activations(projected, row_weights, activation, ranges, rows=rows, columns=columns)
 
     def activation_grads(
         self,
         projected: Tensor,
+        row_weights: Tensor | None,
         grad_inner: Tensor,
         activation: Activation,
         ranges: RowRanges,
         *,
         rows: bool,
         columns: bool,
-    ) -> Fp8Cast:
-        if activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True):
+    ) -> tuple[Fp8Cast, Tensor | None]:
+        served = activation == "swiglu" and fp8_blocks.kernel_serves(projected, ranges, halves=True)
+        if served and (rows or columns):
             return fp8_blocks.cast_swiglu_grad(
-                projected, grad_inner, ranges, self._power_of_two, rows=rows, columns=columns
+                projected, row_weights, grad_inner, ranges, self._power_of_two, rows=rows, columns=columns
             )
-        return super().activation_grads(projected, grad_inner, activation, ranges, rows=rows, columns=columns)
+        return super().activation_grads(
+            projected, row_weights, grad_inner, activation, ranges, rows=rows, columns=columns
+        )
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         return fp8_blocks.cast_rows(x_RK, ranges, self._power_of_two, rows=rows, columns=columns)

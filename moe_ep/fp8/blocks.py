@@ -7,7 +7,7 @@ same bytes and scales, transposed. The arithmetic of a block is that of `moe_ep.
 On CUDA with the extension one kernel does each cast (csrc/fp8/tiles.h), where the sizes are multiples of 16 and the
 dtype is bfloat16 or float32; elsewhere PyTorch does it, with the same bits.
 
-Letters: L experts, R rows, K their width, B = ceil(K / 128), O and I outputs and inputs of a weight.
+Letters: L experts, R rows, K their width, B = ceil(K / 128), F ffn width, O and I outputs and inputs of a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
-from moe_ep._native.arguments import dtype_name
+from moe_ep._native.arguments import address, dtype_name
 from moe_ep.fp8.cast import BLOCK_ELEMS, dequantize_1x128, num_blocks, quantize_1x128
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges, Scaling, round_up, row_scales, split_columns, split_rows
 
@@ -47,7 +47,7 @@ def cast_rows(
         rows, columns: what to make; both from one reading.
     """
     if kernel_serves(x_RK, ranges):
-        return _launch("rows", x_RK, None, x_RK.shape[1], ranges, power_of_two, rows, columns)
+        return _launch(_Source("rows", x_RK.contiguous()), x_RK.shape[1], ranges, power_of_two, rows, columns)
     parts = ranges.split(x_RK)
     return Fp8Cast(
         _matrices([_rows(part, power_of_two) for part in parts] if rows else [], "rows"),
@@ -56,19 +56,57 @@ def cast_rows(
 
 
 def cast_swiglu(
-    projected_R2F: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool = True, columns: bool = False
+    projected_R2F: Tensor,
+    row_weights_R: Tensor | None,
+    ranges: RowRanges,
+    power_of_two: bool,
+    *,
+    rows: bool = True,
+    columns: bool = False,
 ) -> Fp8Cast:
-    """silu(gate) * up in FP8 without writing it in between, as `cast_rows` does; only where `kernel_serves` halves."""
-    width = projected_R2F.shape[1] // 2
-    return _launch("swiglu", projected_R2F, None, width, ranges, power_of_two, rows, columns)
+    """weight * silu(gate) * up in FP8 without writing it in between, as `cast_rows` does.
+
+    Args:
+        projected_R2F: [R, 2F], gate then up, of which `kernel_serves` the halves.
+        row_weights_R: [R] float32; None is 1 everywhere.
+        ranges, power_of_two, rows, columns: as in `cast_rows`.
+    """
+    weights_R = _contiguous_weights(row_weights_R, projected_R2F)
+    source = _Source("swiglu", projected_R2F.contiguous(), row_weights=weights_R)
+    return _launch(source, projected_R2F.shape[1] // 2, ranges, power_of_two, rows, columns)
 
 
 def cast_swiglu_grad(
-    projected_R2F: Tensor, grad_out_RF: Tensor, ranges: RowRanges, power_of_two: bool, *, rows: bool, columns: bool
-) -> Fp8Cast:
-    """The gradient of `projected` in FP8 without writing it, given that of silu(gate) * up; else as `cast_swiglu`."""
-    grads, width = grad_out_RF.contiguous(), projected_R2F.shape[1]
-    return _launch("swiglu_grad", projected_R2F, grads, width, ranges, power_of_two, rows, columns)
+    projected_R2F: Tensor,
+    row_weights_R: Tensor | None,
+    grad_out_RF: Tensor,
+    ranges: RowRanges,
+    power_of_two: bool,
+    *,
+    rows: bool,
+    columns: bool,
+) -> tuple[Fp8Cast, Tensor | None]:
+    """The gradient of `projected` in FP8 without writing it, and that of the weights.
+
+    Args:
+        projected_R2F, row_weights_R: as in `cast_swiglu`.
+        grad_out_RF: [R, F], the gradient of weight * silu(gate) * up, dtype of projected.
+        ranges, power_of_two: as in `cast_rows`.
+        rows, columns: at least one of them, which the sums of the weights ride on.
+
+    Returns:
+        The cast, and sum over F of grad_out * silu(gate) * up: [R] float32, added up in an order that F alone decides;
+        None without weights.
+    """
+    assert rows or columns
+    weights_R = _contiguous_weights(row_weights_R, projected_R2F)
+    sums_RB = None
+    if row_weights_R is not None:
+        sums_RB = weights_R.new_empty(len(weights_R), num_blocks(grad_out_RF.shape[1]))
+    grads_RF = grad_out_RF.contiguous()
+    source = _Source("swiglu_grad", projected_R2F.contiguous(), None, grads_RF, weights_R, sums_RB)
+    cast = _launch(source, projected_R2F.shape[1], ranges, power_of_two, rows, columns)
+    return cast, None if sums_RB is None else sums_RB.sum(dim=1)
 
 
 def pack_scales(scales_RB: Tensor, ranges: RowRanges) -> Tensor:
@@ -105,7 +143,8 @@ def transpose_rows(data_RK: Tensor, packed: Tensor, ranges: RowRanges, power_of_
         packed: scales as `pack_scales` gave them.
     """
     if data_RK.is_cuda and _is_stepped(data_RK.shape[1], *ranges.sizes) and _native.load() is not None:
-        return _launch("fp8", data_RK, packed, data_RK.shape[1], ranges, power_of_two, False, True).columns
+        source = _Source("fp8", data_RK.contiguous(), scales=packed)
+        return _launch(source, data_RK.shape[1], ranges, power_of_two, False, True).columns
     columns = []
     for matrix in split_rows(data_RK, packed, ranges):
         scales_RB = matrix.scales[:, : len(matrix.data)].t()
@@ -199,29 +238,39 @@ def _is_stepped(*sizes: int) -> bool:
     return all(size % _KERNEL_STEP == 0 for size in sizes)
 
 
-def _launch(
-    source: str,
-    x: Tensor,
-    beside: Tensor | None,
-    width: int,
-    ranges: RowRanges,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> Fp8Cast:
-    """x [R, K] (or [R, 2K] for "swiglu") -> FP8 rows and columns. `beside` are the scales of "fp8", or the gradient."""
-    x = x.contiguous()
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What a kernel reads, as csrc/fp8/tiles.h names it; all contiguous. Only `weight_sums` is written."""
+
+    name: str
+    x: Tensor
+    scales: Tensor | None = None
+    grads: Tensor | None = None
+    row_weights: Tensor | None = None
+    weight_sums: Tensor | None = None
+
+
+def _launch(source: _Source, width: int, ranges: RowRanges, power_of_two: bool, rows: bool, columns: bool) -> Fp8Cast:
+    """FP8 rows [R, K], K = width, and their transpose."""
+    x = source.x
     num_elems = ranges.num_rows * width
     fp8, wide = torch.float8_e4m3fn, torch.float32
     row_data = x.new_empty(ranges.num_rows if rows else 0, width, dtype=fp8)
     scales = x.new_empty(ranges.num_rows * num_blocks(width) if rows else 0, dtype=wide)
     column_data = x.new_empty(num_elems if columns else 0, dtype=fp8)
     column_scales = x.new_empty(len(ranges.tiles) * width if columns else 0, dtype=wide)
-    _call(source, x, beside, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
+    _call(source, width, ranges, (row_data, scales, column_data, column_scales), False, power_of_two)
     return Fp8Cast(
         split_rows(row_data, scales, ranges) if rows else _matrices([], "rows"),
         split_columns(column_data, column_scales, width, ranges) if columns else _matrices([], "rows"),
     )
+
+
+def _contiguous_weights(row_weights_R: Tensor | None, projected_R2F: Tensor) -> Tensor:
+    """[R] float32: the kernels always weigh."""
+    if row_weights_R is None:
+        return projected_R2F.new_ones(len(projected_R2F), dtype=torch.float32)
+    return row_weights_R.contiguous()
 
 
 def _launch_weights(
@@ -232,7 +281,8 @@ def _launch_weights(
     row_tiles = torch.ones(num_experts, high, round_up(wide, 4), device=flat.device)
     turned = rows.new_empty(num_experts if columns else 0, inputs, outputs)
     turned_tiles = torch.ones(num_experts if columns else 0, wide, round_up(high, 4), device=flat.device)
-    _call("rows", flat.contiguous(), None, inputs, ranges, (rows, row_tiles, turned, turned_tiles), True, power_of_two)
+    outs = (rows, row_tiles, turned, turned_tiles)
+    _call(_Source("rows", flat.contiguous()), inputs, ranges, outs, True, power_of_two)
     return Fp8Cast(
         Fp8Matrices(rows.view(torch.uint8).unbind(), row_tiles.unbind(), rows.dtype, "tiles"),
         Fp8Matrices(turned.view(torch.uint8).unbind(), turned_tiles.unbind(), turned.dtype, "tiles"),
@@ -240,32 +290,32 @@ def _launch_weights(
 
 
 def _call(
-    source: str,
-    x: Tensor,
-    beside: Tensor | None,
+    source: _Source,
     width: int,
     ranges: RowRanges,
     outs: tuple[Tensor, Tensor, Tensor, Tensor],
     one_scale: bool,
     power_of_two: bool,
 ) -> None:
-    if not ranges.num_rows:
-        return
     row_data, scales, column_data, column_scales = outs
-    with torch.cuda.device(x.device):
+    if not (row_data.numel() or column_data.numel()):  # no rows, or nothing asked for
+        return
+    with torch.cuda.device(source.x.device):
         _native.require().fp8_cast_tiles(
-            source=source,
-            dtype="bfloat16" if source == "fp8" else dtype_name(x.dtype),
-            x=x.data_ptr(),
-            x_scales=beside.data_ptr() if beside is not None and source == "fp8" else 0,
-            grads=beside.data_ptr() if beside is not None and source == "swiglu_grad" else 0,
+            source=source.name,
+            dtype="bfloat16" if source.name == "fp8" else dtype_name(source.x.dtype),
+            x=source.x.data_ptr(),
+            x_scales=address(source.scales),
+            grads=address(source.grads),
+            row_weights=address(source.row_weights),
             tiles=ranges.tiles.data_ptr(),
             num_tiles=len(ranges.tiles),
             width=width,
-            rows=row_data.data_ptr() if row_data.numel() else 0,
-            row_scales=scales.data_ptr() if scales.numel() else 0,
-            columns=column_data.data_ptr() if column_data.numel() else 0,
-            column_scales=column_scales.data_ptr() if column_scales.numel() else 0,
+            rows=address(row_data),
+            row_scales=address(scales),
+            columns=address(column_data),
+            column_scales=address(column_scales),
+            weight_sums=address(source.weight_sums),
             one_scale=one_scale,
             power_of_two=power_of_two,
             stream=torch.cuda.current_stream().cuda_stream,

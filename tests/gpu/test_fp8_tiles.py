@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_ep import _native
 from moe_ep.fp8 import quantize_1x128
 from moe_ep.fp8.blocks import (
+    Fp8Cast,
     cast_rows,
     cast_swiglu,
     cast_swiglu_grad,
@@ -18,7 +19,7 @@ from moe_ep.fp8.blocks import (
     transpose_rows,
 )
 from moe_ep.fp8.matrix import Fp8Matrices, RowRanges
-from moe_ep.layers.activations import activate, activation_grad
+from moe_ep.layers.activations import activate, activation_grad, weighted_activate
 from tests.helpers.compare import assert_same_bits
 
 pytestmark = [
@@ -90,46 +91,98 @@ def test_weights_have_the_bits_of_the_formula(
     assert not alone.columns
 
 
-@KERNEL_DTYPES
-def test_swiglu_is_cast_without_being_written(dtype: torch.dtype) -> None:
-    """The bits of the SwiGLU kernel followed by the cast, but for the exponential's last place."""
-    ranges = RowRanges(SIZES, GPU)
-    projected = torch.randn(sum(SIZES), 2 * 192, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
-    ours = cast_swiglu(projected, ranges, True, rows=True, columns=True)
-    theirs = cast_rows(activate(projected, "swiglu"), ranges, True, rows=True, columns=True)
+WEIGHTS = pytest.mark.parametrize("weighs", [True, False])
+
+
+def weights_of(weighs: bool) -> Tensor | None:
+    """0, negative and huge ones among ordinary ones."""
+    weights = torch.rand(sum(SIZES), generator=torch.Generator().manual_seed(2)) + 0.1
+    weights[::7], weights[::5], weights[9::64] = 0, -weights[::5], 2.0**40
+    return weights.cuda() if weighs else None
+
+
+def assert_nearly_same(ours: Fp8Cast, theirs: Fp8Cast) -> None:
     for mine, expected in zip((*ours.rows, *ours.columns), (*theirs.rows, *theirs.columns), strict=True):
         differing = (mine.data.view(torch.uint8) != expected.data.view(torch.uint8)).float().mean()
         assert not mine.data.numel() or float(differing) < 1e-3
+
+
+@WEIGHTS
+@KERNEL_DTYPES
+def test_swiglu_is_cast_without_being_written(dtype: torch.dtype, weighs: bool) -> None:
+    """The bits of the SwiGLU kernel followed by the cast, but for the exponential's last place."""
+    ranges, weights = RowRanges(SIZES, GPU), weights_of(weighs)
+    projected = torch.randn(sum(SIZES), 2 * 192, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    ours = cast_swiglu(projected, weights, ranges, True, rows=True, columns=True)
+    assert_nearly_same(
+        ours, cast_rows(weighted_activate(projected, weights, "swiglu"), ranges, True, rows=True, columns=True)
+    )
     for rows in (True, False):  # as forward and as backward ask for it: the same inner
-        alone = cast_swiglu(projected, ranges, True, rows=rows, columns=not rows)
+        alone = cast_swiglu(projected, weights, ranges, True, rows=rows, columns=not rows)
         assert_same(alone.rows if rows else alone.columns, ours.rows if rows else ours.columns, "either alone")
 
 
+@WEIGHTS
 @KERNEL_DTYPES
-def test_the_gradient_of_swiglu_without_a_graph_is_that_of_autograd(dtype: torch.dtype) -> None:
+def test_the_gradient_of_swiglu_without_a_graph_is_that_of_autograd(dtype: torch.dtype, weighs: bool) -> None:
     projected, grad = (rows_of(width, dtype).cuda() for width in (2 * 192, 192))
-    leaf = projected.clone().requires_grad_()
-    activate(leaf, "swiglu").backward(grad)
-    assert leaf.grad is not None
-    assert_same_bits(activation_grad(projected, grad, "swiglu"), leaf.grad, "gradient of the projection")
+    weights = weights_of(weighs)
+    leaves = [tensor.clone().requires_grad_() for tensor in (projected, weights) if tensor is not None]
+    weighted_activate(leaves[0], leaves[1] if weighs else None, "swiglu").backward(grad)
+    for ours, leaf in zip(activation_grad(projected, weights, grad, "swiglu"), leaves, strict=False):
+        assert ours is not None
+        assert leaf.grad is not None
+        assert_same_bits(ours, leaf.grad, "gradient")
 
 
+@WEIGHTS
 @KERNEL_DTYPES
 @pytest.mark.parametrize("ffn", [16, 192, 2048])  # halves that share a block, and others
-def test_the_gradient_of_swiglu_is_cast_without_being_written(dtype: torch.dtype, ffn: int) -> None:
+def test_the_gradient_of_swiglu_is_cast_without_being_written(dtype: torch.dtype, ffn: int, weighs: bool) -> None:
     """The bits of the gradient's kernel followed by the cast, but for a product's last place."""
-    ranges = RowRanges(SIZES, GPU)
+    ranges, weights = RowRanges(SIZES, GPU), weights_of(weighs)
     projected = torch.randn(sum(SIZES), 2 * ffn, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
     grad = rows_of(ffn, dtype).cuda()
     assert kernel_serves(projected, ranges, halves=True)
-    theirs = cast_rows(activation_grad(projected, grad, "swiglu"), ranges, True, rows=True, columns=True)
+    written, _ = activation_grad(projected, weights, grad, "swiglu")
     for rows, columns in ((True, True), (True, False), (False, True)):
-        ours = cast_swiglu_grad(projected, grad, ranges, True, rows=rows, columns=columns)
+        ours, grad_weights = cast_swiglu_grad(projected, weights, grad, ranges, True, rows=rows, columns=columns)
         assert (len(ours.rows), len(ours.columns)) == (rows * len(SIZES), columns * len(SIZES))
-        expected = (*(theirs.rows if rows else ()), *(theirs.columns if columns else ()))
-        for mine, other in zip((*ours.rows, *ours.columns), expected, strict=True):
-            differing = (mine.data.view(torch.uint8) != other.data.view(torch.uint8)).float().mean()
-            assert not mine.data.numel() or float(differing) < 1e-3
+        assert_nearly_same(ours, cast_rows(written, ranges, True, rows=rows, columns=columns))
+        assert (grad_weights is not None) == weighs
+
+
+@KERNEL_DTYPES
+@pytest.mark.parametrize("ffn", [16, 48, 192, 2048])
+def test_the_gradient_of_the_weights_is_the_sum_over_the_row_always_in_one_order(dtype: torch.dtype, ffn: int) -> None:
+    """Against float64; a row of NaN or infinity spoils its own weight alone, a row of zeros gives exactly 0."""
+    ranges, weights = RowRanges(SIZES, GPU), weights_of(True)
+    projected = torch.randn(sum(SIZES), 2 * ffn, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    grad = rows_of(ffn, dtype).cuda()
+    projected[13], grad[13] = 0, 0  # padding
+    products = grad.double() * activate(projected.double(), "swiglu")
+    is_finite = products.isfinite().all(dim=1)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found, again = (
+            cast_swiglu_grad(projected, weights, grad, ranges, True, rows=rows, columns=columns)[1] for _ in range(2)
+        )
+        assert found is not None
+        assert again is not None
+        assert found.dtype == torch.float32
+        assert_same_bits(again, found, "weights' gradient")
+        error = (found.double() - products.sum(dim=1)).abs()[is_finite]
+        assert bool((error <= 3e-5 * products.abs().sum(dim=1)[is_finite] + 1e-30).all())
+        assert torch.equal(found.isfinite(), is_finite)
+        assert float(found[13]) == float(found[3]) == 0.0
+
+
+def test_a_gradient_that_nobody_asks_for_launches_nothing() -> None:
+    """Rows and columns of neither: the experts and what is before them are frozen."""
+    ranges = RowRanges(SIZES, GPU)
+    cast = cast_rows(rows_of(64, torch.bfloat16).cuda(), ranges, True, rows=False, columns=False)
+    torch.cuda.synchronize()
+    assert not cast.rows
+    assert not cast.columns
 
 
 def test_more_rows_than_31_bits_of_elements_are_reached() -> None:

@@ -20,6 +20,7 @@ from tests.distributed.test_fp8_experts import NAMES, TOKENS, functional, gather
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.fp8_oracle import relative_error
 from tests.helpers.ranks import Pools
+from tests.unit.test_fp8_row_weights import check_weighed, one_at_a_time, weighed
 
 OBSTACLE = transformer_engine.why_unavailable("blockwise")
 pytestmark = [
@@ -93,6 +94,30 @@ def test_every_setting_is_near_the_same_on_plain_products(ranks: Pools, fp8: dic
     plain = gathered(ranks.run(functional, 2, torch.bfloat16, {"gemm": "plain", **fp8}, "cuda"))
     errors = {name: relative_error(ours[name], plain[name]) for name in NAMES}
     assert max(errors.values()) <= 3e-2, errors
+
+
+@pytest.mark.parametrize("gemm", ["te", "cublas", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_rows_count_times_their_weight_whatever_it_is(wgrad: str, dtype: torch.dtype, gemm: str) -> None:
+    """0, negative and huge weights; 144 rows of an expert, and none. Case F01, F02."""
+    found = weighed(dtype, "cuda", 2.0**40, gemm=gemm, wgrad=wgrad)
+    check_weighed(found, dtype, 2.0**40, forward=2e-2, backward=5e-2)
+
+
+@pytest.mark.parametrize("gemm", ["te", "cublas"])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_recipes_with_one_scale_weigh_too(recipe: str, gemm: str) -> None:
+    found = weighed(torch.bfloat16, "cuda", 2.0, recipe=recipe, gemm=gemm)
+    check_weighed(found, torch.bfloat16, 2.0, forward=1e-1, backward=1.2e-1)
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_every_gradient_comes_alone_too(wgrad: str) -> None:
+    """Also where nothing is cast on the way: the weights' gradient is then a kernel of its own."""
+    whole = weighed(torch.bfloat16, "cuda", 2.0, gemm="cublas", wgrad=wgrad)
+    for name, alone in one_at_a_time(torch.bfloat16, "cuda", 2.0, gemm="cublas", wgrad=wgrad).items():
+        assert relative_error(alone, whole[name]) <= 5e-3, name
 
 
 def test_their_tensors_go_in_and_come_out(ranks: Pools) -> None:

@@ -1,7 +1,8 @@
 """The FP8 experts in float64, by formulas of their own: quantised inputs, exact products, gradients straight through.
 
-Rows, inner activations and weights are rounded to e4m3 as the product does; sums, gradients and everything else are
-exact. So what is left between the two is the rounding of gradients to FP8 and of sums to the dtype of the rows.
+Rows, inner activations (times the routing weight of their row) and weights are rounded to e4m3 as the product does;
+sums, gradients and everything else are exact. So what is left between the two is the rounding of gradients to FP8 and
+of sums to the dtype of the rows.
 
 Letters: T tokens, H hidden, F ffn width, K slots a token, E experts.
 """
@@ -38,16 +39,22 @@ def swiglu_moe(
     gate_up_E2FH: Tensor,
     down_EHF: Tensor,
     power_of_two: bool = True,
+    weighs_inside: bool = True,
 ) -> Tensor:
-    """y [T, H] float64, differentiable in x, weights and both matrices; every expert sees every token."""
+    """y [T, H] float64, differentiable in x, weights and both matrices; every expert sees every token.
+
+    Without `weighs_inside` the results of the experts are weighed, and the inner activations rounded without.
+    """
     x_TH = rounded(x_TH.double(), 1, 128, power_of_two)
     y_TH = torch.zeros_like(x_TH)
     for expert, (gate_up, down) in enumerate(zip(gate_up_E2FH, down_EHF, strict=True)):
         projected = x_TH @ rounded(gate_up.double(), 128, 128, power_of_two).t()
         gate, up = projected.chunk(2, dim=1)
-        inner = rounded(gate * torch.sigmoid(gate) * up, 1, 128, power_of_two)
-        weight_T = torch.where(topk_idx_TK == expert, topk_weights_TK.double(), 0.0).sum(dim=1)
-        y_TH = y_TH + weight_T.unsqueeze(1) * (inner @ rounded(down.double(), 128, 128, power_of_two).t())
+        weights_TK = torch.where(topk_idx_TK == expert, topk_weights_TK.double(), 0.0)
+        for weight_T1 in weights_TK.split(1, dim=1):  # a row for each slot, also where two have one expert
+            before, after = (weight_T1, 1.0) if weighs_inside else (1.0, weight_T1)
+            inner = rounded(before * gate * torch.sigmoid(gate) * up, 1, 128, power_of_two)
+            y_TH = y_TH + after * (inner @ rounded(down.double(), 128, 128, power_of_two).t())
     return y_TH
 
 

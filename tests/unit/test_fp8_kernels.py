@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(_native.load() is None, reason="needs moe_ep._C,
 
 ARGUMENTS: dict[str, Any] = {
     **{"source": "rows", "dtype": "bfloat16", "num_tiles": 1, "width": 64, "one_scale": False, "power_of_two": True},
-    **dict.fromkeys(["x", "x_scales", "grads", "tiles", "rows", "row_scales", "columns", "column_scales", "stream"], 0),
+    **dict.fromkeys(["x", "x_scales", "grads", "row_weights", "tiles", "stream"], 0),
+    **dict.fromkeys(["rows", "row_scales", "columns", "column_scales", "weight_sums"], 0),
 }
 
 
@@ -26,6 +27,7 @@ ARGUMENTS: dict[str, Any] = {
         ({"dtype": "float16"}, "rows are float16, but bfloat16 and float32 are served"),
         ({"source": "columns"}, "source is columns, but rows, swiglu, swiglu_grad and fp8 are supported"),
         ({"source": "swiglu", "one_scale": True}, "one scale a tile is for rows as they are"),
+        ({"source": "swiglu", "weight_sums": 4}, "sums for the weights come with SwiGLU's gradient"),
     ],
 )
 def test_impossible_arguments_are_refused_before_any_launch(change: dict[str, Any], message: str) -> None:
