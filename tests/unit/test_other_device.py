@@ -16,7 +16,7 @@ from tests.helpers.fake_exchange import FakeNode
 from tests.unit.node_helpers import construct
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("exchange/host.cpp", "low_latency/memory.cpp", "internode/rail.cpp")
+SOURCES = ("exchange/host.cpp", "low_latency/memory.cpp", "low_latency/memory_ipc.cpp", "internode/rail.cpp")
 
 
 def _cuda_headers() -> Path | None:
