@@ -146,6 +146,7 @@ void low_latency_drain(const Memory& memory, const LowLatencyLaunching& launchin
 inline void bind_low_latency_calls(pybind11::module_& module) {
   namespace py = pybind11;
   const py::module_local local;
+  module.attr("low_latency_max_ranks") = kMaxLowLatencyRanks;
   module.attr("low_latency_max_pairs") = kMaxPairs;
   module.attr("low_latency_max_scales") = kMaxLowLatencyScales;
   module.attr("low_latency_max_counts") = kMaxLowLatencyCounts;

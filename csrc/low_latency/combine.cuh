@@ -19,7 +19,7 @@ __device__ inline int row_units(const LowLatencyCombine& in, int elem_bytes) {
 // By a whole warp: part `part` of the row number `row` to the rank where its token is at home.
 template <typename Hop>
 __device__ void send_part(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
-                          const int32_t (&mask)[kMaxRanks], int num_units, int row, int part) {
+                          const int32_t (&mask)[kMaxLowLatencyRanks], int num_units, int row, int part) {
   const int32_t from_place = in.row_places[2 * (1 + row)], goes_to = in.row_places[2 * (1 + row) + 1];
   const int pairs_a_rank = in.shape.max_tokens * in.shape.num_topk;
   const int home = goes_to / pairs_a_rank, pair = goes_to % pairs_a_rank;
@@ -57,7 +57,8 @@ static_assert(kMaxTopk == 64, "a lane knows two slots");
 
 template <typename Hop>
 __device__ SlotSet wait_slots(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
-                              const bool (&open)[kMaxRanks], int num_units, int token, int part, uint64_t began) {
+                              const bool (&open)[kMaxLowLatencyRanks], int num_units, int token, int part,
+                              uint64_t began) {
   const int num_topk = in.shape.num_topk;
   SlotSet set = {0, false, -1, -1};
 #pragma unroll
@@ -145,7 +146,7 @@ __device__ void sum_piece(const LowLatencyCall& call, const LowLatencyTurn& turn
 template <typename Hop, typename Elem>
 __device__ bool sum_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
                          int num_units, int block, int num_blocks) {
-  __shared__ bool open[kMaxRanks];
+  __shared__ bool open[kMaxLowLatencyRanks];
   const uint64_t began = now_ns();
   if (!begin_receiving<Hop>(call, turn, block == 0, open)) {
     return false;
@@ -168,7 +169,7 @@ template <typename Hop, typename Elem>
 __global__ void __launch_bounds__(kCombineThreads, 1)
     moe_ep_low_latency_combine(const __grid_constant__ LowLatencyCall call,
                                const __grid_constant__ LowLatencyCombine in) {
-  __shared__ int32_t mask[kMaxRanks];
+  __shared__ int32_t mask[kMaxLowLatencyRanks];
   const LowLatencyTurn turn = low_latency_turn(call);
   const int num_units = row_units(in, sizeof(Elem));
   if (call.sends) {
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
 // Waits as every call does before it writes a slot, and reads nothing of the peers.
 template <typename Hop>
 __global__ void moe_ep_low_latency_refusal(const __grid_constant__ LowLatencyCall call) {
-  __shared__ int32_t mask[kMaxRanks];
+  __shared__ int32_t mask[kMaxLowLatencyRanks];
   const LowLatencyTurn turn = low_latency_turn(call);
   if (begin_sending<Hop>(call, turn, mask) && threadIdx.x < static_cast<unsigned int>(call.world.size)) {
     greet<Hop>(call, turn, threadIdx.x, mask[threadIdx.x], kRefusedBit | call.print);
@@ -227,7 +228,7 @@ __global__ void moe_ep_low_latency_refusal(const __grid_constant__ LowLatencyCal
 // Waits until every peer has read what this rank sent, so that nobody writes into this rank's memory any more.
 template <typename Hop>
 __global__ void moe_ep_low_latency_drain(const __grid_constant__ LowLatencyCall call) {
-  __shared__ int32_t mask[kMaxRanks];
+  __shared__ int32_t mask[kMaxLowLatencyRanks];
   LowLatencyTurn turn = low_latency_turn(call);
   begin_sending<Hop>(call, turn, mask);
   turn.slot = 1 - turn.slot;
@@ -255,13 +256,13 @@ void launch_low_latency_combine(const LowLatencyCall& call, const LowLatencyComb
 
 template <typename Hop>
 void launch_low_latency_refusal(const LowLatencyCall& call, cudaStream_t stream) {
-  moe_ep_low_latency_refusal<Hop><<<1, 32, 0, stream>>>(call);
+  moe_ep_low_latency_refusal<Hop><<<1, kMaxLowLatencyRanks, 0, stream>>>(call);
   check_cuda(cudaGetLastError(), "low-latency refusal: the launch");
 }
 
 template <typename Hop>
 void launch_low_latency_drain(const LowLatencyCall& call, cudaStream_t stream) {
-  moe_ep_low_latency_drain<Hop><<<1, 32, 0, stream>>>(call);
+  moe_ep_low_latency_drain<Hop><<<1, kMaxLowLatencyRanks, 0, stream>>>(call);
   check_cuda(cudaGetLastError(), "low-latency drain: the launch");
 }
 

@@ -225,16 +225,18 @@ __device__ inline void charge_wait(const LowLatencyCall& call, const LowLatencyT
   }
 }
 
+// Ranks are gone through by the first warp of a block, a lane each. Inside a node there are no more of them than lanes.
+static_assert(kMaxRanks <= 32, "a lane for each rank of a node");
+
 // -- the begin of sending -----------------------------------------------------------------------------------------
 
 // By a whole block: waits for every ack of the last call in this slot, and says to whom rows go. False after a failure.
 template <typename Hop>
 __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatencyTurn& turn,
-                                     int32_t (&shared_mask)[kMaxRanks]) {
+                                     int32_t (&shared_mask)[kMaxLowLatencyRanks]) {
   __shared__ bool shared_fine;
   if (threadIdx.x < 32) {
-    const int peer = threadIdx.x;
-    if (peer < call.world.size) {
+    for (int peer = threadIdx.x; peer < call.world.size; peer += 32) {
       const uint64_t sent = call.state->sent[turn.slot][peer];
       if (sent != 0 && mask_of(call, peer) == kOpen) {
         uint64_t seen;
@@ -243,6 +245,9 @@ __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatenc
             [=](uint64_t value) { return is_since(value, sent); }, &seen);  // of this call, where a block is late
       }
       shared_mask[peer] = mask_of(call, peer);
+      if constexpr (!Hop::kPuts) {
+        break;  // there are no more
+      }
     }
     __syncwarp();
     if (threadIdx.x == 0) {
@@ -287,12 +292,11 @@ __device__ inline void report(const LowLatencyCall& call, LowLatencyFault kind, 
 // a failure, if a rank refuses it, or if the ranks differ.
 template <typename Hop>
 __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn, bool reports,
-                                       bool (&shared_open)[kMaxRanks]) {
+                                       bool (&shared_open)[kMaxLowLatencyRanks]) {
   __shared__ bool shared_fine;
   if (threadIdx.x < 32) {
-    const int peer = threadIdx.x;
     bool fine = true;
-    if (peer < call.world.size) {
+    for (int peer = threadIdx.x; peer < call.world.size; peer += 32) {
       bool open = mask_of(call, peer) == kOpen;
       if (open) {
         const uint64_t expected = word_of(turn, 0);
@@ -305,13 +309,17 @@ __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLate
         if (open) {
           const uint32_t value = value_of(seen);
           open = same_call(seen, expected) && (value & kMaskedBit) == 0;
-          fine = !open || value == call.print;
-          if (!fine && reports) {
+          const bool is_alike = !open || value == call.print;
+          fine = Hop::kPuts ? fine && is_alike : is_alike;
+          if (!is_alike && reports) {
             report(call, (value & kRefusedBit) != 0 ? kPeerRefused : kDisagreement, peer, 0, 0);
           }
         }
       }
       shared_open[peer] = open;
+      if constexpr (!Hop::kPuts) {
+        break;  // there are no more
+      }
     }
     fine = __all_sync(kFullWarp, fine);
     if (threadIdx.x == 0) {

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
                                 const __grid_constant__ LowLatencyDispatch in, int num_cached) {
   extern __shared__ int32_t shared_ints[];
   __shared__ SendShared shared;
-  __shared__ bool open[kMaxRanks];
+  __shared__ bool open[kMaxLowLatencyRanks];
   const LowLatencyTurn turn = low_latency_turn(call);
   const int num_keys = call.world.size * in.shape.most_local;
   const ReceiveShared received = {shared_ints + num_cached, shared_ints + num_cached + num_keys,

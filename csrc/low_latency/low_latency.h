@@ -21,6 +21,7 @@ constexpr int kValueBits = 20;
 constexpr int kEpochBits = 32;
 constexpr uint32_t kMaxPairs = (1u << kValueBits) - 1;  // of a rank: numbers of pairs are values
 
+constexpr int kMaxLowLatencyRanks = 128;    // where rows are put; an exchange inside a node has fewer
 constexpr int kMaxLowLatencyScales = 1024;  // of a row
 constexpr int kMaxLowLatencyCounts = 4096;  // W times the most experts of a rank
 
@@ -40,8 +41,8 @@ constexpr int32_t kDropped = -2;
 // a rank writes into its own parts only, whatever the call: what it still writes where it is masked or lost, because it
 // is slow, lies where nobody looks.
 struct LowLatencyControl {
-  uint64_t acks[2][kMaxRanks];       // by slot and reader: the call of this rank that it has finished reading
-  uint64_t greetings[2][kMaxRanks];  // by slot and source
+  uint64_t acks[2][kMaxLowLatencyRanks];       // by slot and reader: the call of this rank that it has finished reading
+  uint64_t greetings[2][kMaxLowLatencyRanks];  // by slot and source
 };
 constexpr int64_t kLowLatencyControlBytes = 4096;
 static_assert(sizeof(LowLatencyControl) <= kLowLatencyControlBytes, "the control block has a page");
@@ -50,20 +51,20 @@ static_assert(sizeof(LowLatencyControl) <= kLowLatencyControlBytes, "the control
 struct LowLatencyState {
   uint32_t generation;
   uint32_t epoch;
-  uint32_t num_sent;                 // blocks of a kernel that have sent
-  uint32_t num_received[2];          // blocks of a kernel that have received, by slot: two may run at once
-  uint32_t lost[2];                  // a peer was lost in the call of this slot: its results are made anew
-  uint32_t is_reporting;             // a thread fills the record
-  uint64_t sent[2][kMaxRanks];       // by slot and peer: the call that was sent there last; its ack is awaited
-  uint64_t waited_ns[2][kMaxRanks];  // the longest wait for each peer
+  uint32_t num_sent;                      // blocks of a kernel that have sent
+  uint32_t num_received[2];               // blocks of a kernel that have received, by slot: two may run at once
+  uint32_t lost[2];                       // a peer was lost in the call of this slot: its results are made anew
+  uint32_t is_reporting;                  // a thread fills the record
+  uint64_t sent[2][kMaxLowLatencyRanks];  // by slot and peer: the call that was sent there last; its ack is awaited
+  uint64_t waited_ns[2][kMaxLowLatencyRanks];  // the longest wait for each peer
 };
 
 // What went wrong in a call whose host did not wait; kind, then numbers.
 enum LowLatencyFault : int { kTooManyRows = 0, kDisagreement = 1, kPeerRefused = 2 };
 
 struct LowLatencyCall {
-  World world;
-  char* memory[kMaxRanks];  // as this GPU finds it; null where it does not, and the hop puts
+  World world;  // rank, size, limit, state and record; its memory is that of a node, and nothing here looks at it
+  char* memory[kMaxLowLatencyRanks];  // as this GPU finds it; null where it does not, and the hop puts
   LowLatencyState* state;
   int64_t words_a_source;  // in a slot
   int64_t bytes_a_source;

@@ -26,7 +26,7 @@ __device__ inline int exclusive_in_warp(int value, int* total) {
 // By a whole block: the counts of all sources, and their sums.
 template <typename Hop>
 __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                                  const bool (&open)[kMaxRanks], const ReceiveShared& shared) {
+                                  const bool (&open)[kMaxLowLatencyRanks], const ReceiveShared& shared) {
   const int size = call.world.size, num_local = in.num_local, most = in.shape.max_tokens;
   for (int i = threadIdx.x; i < size * num_local; i += kDispatchThreads) {
     const int source = i / num_local;
@@ -104,7 +104,8 @@ __device__ void receive_row(const LowLatencyCall& call, const LowLatencyTurn& tu
 // the call is given up.
 template <typename Hop, bool kFp8>
 __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                             const ReceiveShared& shared, int block, int num_blocks, bool (&open)[kMaxRanks]) {
+                             const ReceiveShared& shared, int block, int num_blocks,
+                             bool (&open)[kMaxLowLatencyRanks]) {
   const uint64_t began = now_ns();
   if (!begin_receiving<Hop>(call, turn, block == 0, open)) {
     return false;
@@ -141,7 +142,7 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
 
 // By the last block: the slots of ranks that have masked this one, or were lost, are unused, as those that it masked.
 __device__ inline void close_slots(const LowLatencyCall& call, const LowLatencyDispatch& in,
-                                   const bool (&open)[kMaxRanks]) {
+                                   const bool (&open)[kMaxLowLatencyRanks]) {
   bool all_open = true;
   for (int peer = 0; peer < call.world.size; ++peer) {
     all_open &= open[peer];

@@ -23,7 +23,7 @@ struct RowTarget {
 struct SendShared {
   RowTarget targets[kMaxTopk];
   float scales[kMaxLowLatencyScales];
-  int32_t mask[kMaxRanks];
+  int32_t mask[kMaxLowLatencyRanks];
   int32_t bad_slot;
 };
 

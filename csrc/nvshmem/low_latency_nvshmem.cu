@@ -39,8 +39,8 @@ template void launch_low_latency_drain<PutHop>(const LowLatencyCall&, cudaStream
 namespace {
 
 World world_of(int rank, int size) {
-  MOE_EP_CHECK(1 <= size && size <= kMaxRanks, "the EP group has ", size, " ranks; the low-latency kernels take 1 to ",
-               kMaxRanks, ": use hop=\"torch\".");
+  MOE_EP_CHECK(1 <= size && size <= kMaxLowLatencyRanks, "the EP group has ", size,
+               " ranks; the low-latency kernels take 1 to ", kMaxLowLatencyRanks, ": use hop=\"torch\".");
   World world = {};
   world.rank = rank;
   world.size = size;

@@ -62,6 +62,7 @@ class NativeNvshmemLowLatency(NativeLowLatency, Protocol):
 class LowLatencyCallKernels(Protocol):
     """What an extension offers for low-latency calls; each takes its own shapes, calls and launches."""
 
+    low_latency_max_ranks: int  # over NVSHMEM; inside a node, and over CUDA IPC, those of an exchange
     low_latency_max_pairs: int  # M * K
     low_latency_max_scales: int  # of a row
     low_latency_max_counts: int  # W times the most experts of a rank

@@ -20,7 +20,7 @@ from moe_ep._native import require
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.header import Header
 from moe_ep.backends.internode import InternodeBackend
-from moe_ep.backends.internode_low_latency import InternodeLowLatency
+from moe_ep.backends.internode_low_latency import InternodeLowLatency, most_ranks
 from moe_ep.backends.node_legs import NodeLegs
 from moe_ep.backends.node_low_latency import NodeLowLatency
 from moe_ep.backends.node_rows import aligned
@@ -62,7 +62,7 @@ class InternodeKernelsBackend(InternodeBackend):
         self._calls = TwoHopCalls(self._legs, self.rail, kernels)
         self._kernels, self.hop = kernels, str(hop)
         self._low_latency: InternodeLowLatency | None = None
-        if len(self.ranks) <= kernels.max_ranks:
+        if len(self.ranks) <= most_ranks(kernels, topology.num_nodes, hop):
             every = (group, topology, hop, kernels, self._legs, self.rail, timeout_secs)
             self._low_latency = InternodeLowLatency(*every)
 

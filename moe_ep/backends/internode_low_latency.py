@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep._native import NativeKernels
+from moe_ep._native.exchange import NativeExchange
 from moe_ep._native.low_latency import LowLatencyCallKernels, NativeNvshmemLowLatency
 from moe_ep.backends.device_faults import DeviceFaults
 from moe_ep.backends.node_legs import NodeLegs
@@ -39,6 +40,12 @@ class ApartMemory(NodeMemory):
     def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float) -> None:
         super().__init__(group, timeout_secs, 0)
 
+    def _make_exchange(self, kernels: NativeKernels) -> NativeExchange:
+        """Of a larger group than an exchange takes, that of one rank: what lies in it for peers has no use here."""
+        if len(self.ranks) <= kernels.max_ranks:
+            return super()._make_exchange(kernels)
+        return kernels.Exchange(rank=0, size=1, timeout_secs=self.timeout_secs)
+
     def _open(self, num_bytes: int, name: str) -> None:
         generations = self._share(f"{name}/segment", self.exchange.export_segment, self.exchange.open_segment)
         self._begin(max(generations) + 1)
@@ -46,6 +53,11 @@ class ApartMemory(NodeMemory):
 
     def _share(self, name: str, export: Callable[[], bytes], opens: Callable[[int, bytes], None]) -> list[int]:
         return [int(text) for text in self._gather(name, str(self.generation), self.timeout_secs)]
+
+
+def most_ranks(kernels: NativeKernels, num_nodes: int, hop: Hop) -> int:
+    """The most ranks that the low-latency kernels serve."""
+    return kernels.low_latency_max_ranks if num_nodes > 1 and hop == "nvshmem" else kernels.max_ranks
 
 
 class NvshmemLowLatencyMemory(NodeLowLatencyMemory):

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_ep.backends import internode_low_latency
-from moe_ep.backends.internode_low_latency import InternodeLowLatency
+from moe_ep.backends.internode_low_latency import InternodeLowLatency, most_ranks
 from moe_ep.backends.nvshmem_world import NvshmemWorld
 from moe_ep.errors import EPTimeoutError
 from moe_ep.topology import Topology
@@ -255,6 +255,24 @@ def test_memory_is_not_taken_where_something_is_still_on_its_way(monkeypatch: py
         del buffer.backend.between.__dict__["calls"]  # there is nothing to drain
 
     between.run(work)
+
+
+def test_over_nvshmem_more_ranks_are_served_than_an_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    between = between_nodes(monkeypatch, 4, 1, "nvshmem")
+    of_rank, kernels = scenes(4), cast("Any", between.node.kernels_of[0])
+    for of_one in between.node.kernels_of.values():
+        assert of_one is not None
+        of_one.max_ranks = 2
+    assert [most_ranks(kernels, *how) for how in ((4, "nvshmem"), (4, "ipc"), (1, "nvshmem"))] == [128, 2, 2]
+
+    def work(buffer: Any, rank: int) -> list[int]:
+        of_rank[rank].round_trip(buffer, HOOK)
+        buffer.reset()
+        of_rank[rank].round_trip(buffer)
+        exchange = buffer.backend.between._ranks.exchange
+        return [exchange.rank, exchange.size]
+
+    assert between.run(work) == [[0, 1]] * 4
 
 
 def test_faults_of_low_latency_are_told_and_a_failed_reset_stops_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
