@@ -87,7 +87,7 @@ endef
 $(foreach arch,$(ARCHS),$(eval $(call kernel_rule,$(arch))))
 
 # The rails over NVSHMEM as one extension for all architectures, linked with the device library of its wheel.
-NVSHMEM_SOURCES := csrc/internode/rail.cpp $(wildcard csrc/nvshmem/*.c*)
+NVSHMEM_SOURCES := csrc/internode/rail.cpp csrc/low_latency/memory.cpp $(wildcard csrc/nvshmem/*.c*)
 csrc-nvshmem: build/csrc/nvshmem/_C_nvshmem.so
 
 build/csrc/nvshmem/_C_nvshmem.so: $(CSRC) Makefile

@@ -24,6 +24,8 @@ from setuptools.command.build_ext import build_ext
 DEFAULT_ARCHS = ("sm_80", "sm_90a", "sm_100a")
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra")
 # PyTorch's own libcudart is often loaded with global symbols; ours must not bind to it, nor offer its symbols.
+# Host code that both extensions have.
+NVSHMEM_SHARES = ("csrc/exchange/host.cpp", "csrc/internode/rail.cpp", "csrc/low_latency/memory.cpp")
 RELOCATABLE = "-rdc=true"  # device code that is linked with a library's
 LINK_FLAGS = ("-shared", "--cudart=static", "-Xlinker=--exclude-libs=ALL")
 
@@ -153,7 +155,7 @@ def nvshmem_extensions() -> list[Extension]:
     return [
         Extension(
             "moe_ep._C_nvshmem",
-            sources=["csrc/exchange/host.cpp", "csrc/internode/rail.cpp", *csrc_files("nvshmem", "cpp", "cu")],
+            sources=[*NVSHMEM_SHARES, *csrc_files("nvshmem", "cpp", "cu")],
             depends=csrc_files("*", "h", "cuh"),
             extra_compile_args=[RELOCATABLE, f"-isystem={home / 'include'}"],
             extra_link_args=[f"-L{library}", "-lnvshmem_device", "-Xlinker=-l:libnvshmem_host.so.3"],

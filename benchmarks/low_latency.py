@@ -2,6 +2,7 @@
 
     python benchmarks/low_latency.py                                       two ranks, 1 to 256 tokens, the whole suite
     python benchmarks/low_latency.py --tokens 128 --out FILE.jsonl --png FILE.png
+    python benchmarks/low_latency.py --hop nvshmem --ranks-per-node 1 --put   ranks that stand for nodes; rows are put
 
 Rows: `ll_dispatch`, `ll_combine`: a graph of one call, behind a barrier of the devices and an emptied L2 cache, as all
 other rows (benchmarks/timing.py), with the kernel's own time beside. `..._steady`: a graph of eight calls, divided; the
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from benchmarks.low_latency_plot import draw
 from benchmarks.processes import World, run
 from benchmarks.routing import Shape, choose, owners
 from benchmarks.timing import FLUSH_BYTES, PAUSE_CYCLES, Call, CudaClock, Times, percentiles
+from moe_ep.backends import internode_low_latency
 
 TOKENS = (1, 8, 32, 64, 128, 256)
 LEAST_MAX = 128  # M
@@ -125,8 +128,8 @@ def hooked(
 class Report:
     """Makes the rows, prints and keeps them."""
 
-    def __init__(self, world: World, out: Path | None, append: bool) -> None:
-        self.world, self.out = world, out
+    def __init__(self, world: World, out: Path | None, append: bool, transport: str, nodes: int) -> None:
+        self.world, self.out, self.transport, self.nodes = world, out, transport, nodes
         self.ceiling_gbps = gpu_ceiling(world)
         note = missing(world)
         self.origin = records.Origin.here([note] if note else [])
@@ -147,7 +150,8 @@ class Report:
             op=op,
             system=system,
             backend=job.buffer.backend_name if system == "moe_ep" else "v1",
-            transport="nvlink",
+            transport=self.transport if system == "moe_ep" else "nvlink",
+            nodes=self.nodes if system == "moe_ep" else 1,
             layout="expert_major",
             dtype="fp8" if base == "ll_dispatch" else "bfloat16",
             num_sms=None,
@@ -169,12 +173,13 @@ def measure(world: World, args: argparse.Namespace) -> None:
     """All rows. Collective."""
     align = Aligner(world, "intranode")
     clock = CudaClock(world, args.iterations, align.wait)
-    report = Report(world, args.out, args.append)
+    nodes = 1 if args.hop is None else world.size // (args.ranks_per_node or world.size)
+    report = Report(world, args.out, args.append, "put" if args.put else "nvlink", nodes)
     most = max(args.tokens)
     peer = None
-    if missing(world) is None:
+    if missing(world) is None and args.hop is None:
         peer = DeepEpLowLatency(world, max(LEAST_MAX, most), args.hidden, args.num_experts)
-    with moe_ep.Buffer(world.group, backend="intranode") as buffer:
+    with open_buffer(world, args) as buffer:
 
         def job_of(tokens: int) -> Job:
             shape = Shape(tokens, args.hidden, args.num_experts, args.topk, "uniform")
@@ -194,6 +199,14 @@ def measure(world: World, args: argparse.Namespace) -> None:
     align.close()
     if world.rank == 0 and args.png is not None:
         print(draw(report.rows, args.png))
+
+
+def open_buffer(world: World, args: argparse.Namespace) -> moe_ep.Buffer:
+    """Of one node; or between nodes, where a hop is named, which are kept apart by `--put`."""
+    if args.hop is None:
+        return moe_ep.Buffer(world.group, backend="intranode")
+    with mock.patch.object(internode_low_latency, "STORES_ACROSS_NODES", not args.put):
+        return moe_ep.Buffer(world.group, backend="internode", hop=args.hop, ranks_per_node=args.ranks_per_node)
 
 
 def measure_job(report: Report, clock: CudaClock, align: Aligner, job: Job, iterations: int) -> None:
@@ -226,6 +239,9 @@ def main() -> None:
     parser.add_argument("--num-experts", type=int, default=288)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--hop", choices=["ipc", "nvshmem"], help="between nodes, over this hop (default: in a node)")
+    parser.add_argument("--ranks-per-node", type=int, help="with --hop: ranks that stand for a node")
+    parser.add_argument("--put", action="store_true", help="with --hop nvshmem: put rows that could be stored")
     parser.add_argument("--out", type=Path, help="JSON lines (default: benchmarks/results/low_latency-...)")
     parser.add_argument("--append", action="store_true", help="keep what the file already holds")
     parser.add_argument("--png", type=Path, help="picture of latency against tokens (default: beside the rows)")

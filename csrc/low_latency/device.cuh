@@ -1,11 +1,32 @@
 // Device side of the low-latency calls: words, waits that may lose a peer, how a call begins and ends. Only acquire and
 // release at system scope; nothing is zeroed.
+//
+// All is written against a hop, which is how a kernel reaches the other ranks. It has static functions only:
+//
+//   kPuts                   whether this GPU may not store into the memory of some rank, whose entry in
+//                           `LowLatencyCall::memory` is null then: a far one. The following is for such ranks.
+//   put(to, from, num_bytes, word, value, peer)   by a whole warp: bytes of this rank's memory into that of `peer`,
+//                           and behind them `value` to a word there. `from` may be written again once the peer has
+//                           acknowledged the call.
+//   signal(word, value, peer)   by one thread: a word alone, in no order with others; `fence()` before it gives one.
+//   settle()                by one thread: until all that this rank has put is there.
+//   seen(word)              by one thread: a word of this rank's memory.
+//   arrived(word)           by the thread that has seen it: what was written before the word can be read.
+//
+// Memory of all ranks is laid out alike, so `to` and `word` are the addresses that the place has in this rank's memory.
+// StoreHop reaches every rank; PutHop (nvshmem/low_latency_nvshmem.cu) puts over NVSHMEM what it cannot store.
 #pragma once
 
 #include "exchange/device.cuh"
 #include "low_latency/low_latency.h"
 
 namespace moe_ep {
+
+struct StoreHop {
+  static constexpr bool kPuts = false;
+  static __device__ uint64_t seen(const uint64_t* word) { return load_acquire(word); }
+  static __device__ void arrived(const uint64_t*) {}
+};
 
 // One call as a block sees it.
 struct LowLatencyTurn {
@@ -35,13 +56,26 @@ __device__ inline bool is_since(uint64_t word, uint64_t expected) {
 
 // -- where things lie ---------------------------------------------------------------------------------------------
 
+template <typename Hop>
+__device__ inline bool is_far(const LowLatencyCall& call, int rank) {
+  return Hop::kPuts && call.memory[rank] == nullptr;
+}
+
+// Where the memory of `rank` begins; of a far one, that of this rank, which is laid out alike.
+template <typename Hop>
+__device__ inline char* memory_of(const LowLatencyCall& call, int rank) {
+  return call.memory[is_far<Hop>(call, rank) ? call.world.rank : rank];
+}
+
+template <typename Hop = StoreHop>
 __device__ inline LowLatencyControl* control_of(const LowLatencyCall& call, int rank) {
-  return reinterpret_cast<LowLatencyControl*>(call.memory[rank]);
+  return reinterpret_cast<LowLatencyControl*>(memory_of<Hop>(call, rank));
 }
 
 // What `source` writes into the memory of `rank`.
+template <typename Hop = StoreHop>
 __device__ inline uint64_t* words_of(const LowLatencyCall& call, int rank, int slot, int source) {
-  return reinterpret_cast<uint64_t*>(call.memory[rank] + kLowLatencyControlBytes) +
+  return reinterpret_cast<uint64_t*>(memory_of<Hop>(call, rank) + kLowLatencyControlBytes) +
          (slot * call.world.size + source) * call.words_a_source;
 }
 __device__ inline char* rows_of(const LowLatencyCall& call, int rank, int slot, int source) {
@@ -50,9 +84,45 @@ __device__ inline char* rows_of(const LowLatencyCall& call, int rank, int slot, 
          (slot * call.world.size + source) * call.bytes_a_source;
 }
 
+// Where this rank lays rows for a far one, side by side as they will lie there: two slots behind those of its own rows,
+// with a part for each destination.
+__device__ inline char* outbox_of(const LowLatencyCall& call, int slot, int to) {
+  return rows_of(call, call.world.rank, 2 + slot, to);
+}
+
+// Where this rank writes its rows for `rank`.
+template <typename Hop>
+__device__ inline char* rows_to(const LowLatencyCall& call, int rank, int slot) {
+  return is_far<Hop>(call, rank) ? outbox_of(call, slot, rank) : rows_of(call, rank, slot, call.world.rank);
+}
+
 // Words of a dispatch: rows of each local expert, then one word a row.
 __device__ inline uint64_t* row_words(uint64_t* words, const LowLatencyShape& shape) {
   return words + shape.most_local;
+}
+
+// By one thread: a word in the memory of `peer`; what this thread has seen written is there before it.
+template <typename Hop>
+__device__ inline void post(const LowLatencyCall& call, int peer, uint64_t* word, uint64_t value) {
+  if constexpr (Hop::kPuts) {
+    if (is_far<Hop>(call, peer)) {
+      Hop::fence();  // an older value of the word must not come behind this one
+      Hop::signal(word, value, peer);
+      return;
+    }
+  }
+  store_release(word, value);
+}
+
+// By a whole warp, of which each lane has seen the row written: a row, or a part of one, that lies in the outbox, into
+// its place in the memory of far `peer`, and its word behind it.
+template <typename Hop>
+__device__ inline void put_row(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, char* row,
+                               int64_t num_bytes, uint64_t* word, uint64_t value) {
+  char* to = rows_of(call, call.world.rank, turn.slot, call.world.rank) + (row - outbox_of(call, turn.slot, peer));
+  __threadfence_system();  // a network card reads the outbox
+  __syncwarp();
+  Hop::put(to, row, num_bytes, word, value, peer);
 }
 
 // A word that stands for nothing but its own value.
@@ -111,13 +181,14 @@ __device__ inline void miss(const LowLatencyCall& call, const LowLatencyTurn& tu
 }
 
 // Polls a word that `peer` writes until `ready(value)`: false where the peer is masked or lost, or the exchange failed.
-template <typename Ready>
+template <typename Hop, typename Ready>
 __device__ bool wait_for_peer(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
                               const uint64_t* word, uint64_t expected, Ready ready, uint64_t* seen) {
   uint64_t began = 0;
   for (uint32_t round = 0;; ++round) {
-    *seen = load_acquire(word);
+    *seen = Hop::seen(word);
     if (ready(*seen)) {
+      Hop::arrived(word);
       return true;
     }
     if (round % 32 != 31) {
@@ -136,11 +207,12 @@ __device__ bool wait_for_peer(const LowLatencyCall& call, const LowLatencyTurn& 
 }
 
 // Until `peer` has written the word of this call; its value, or `otherwise`.
+template <typename Hop>
 __device__ inline uint32_t wait_value(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
                                       const uint64_t* word, uint32_t otherwise) {
   const uint64_t expected = word_of(turn, 0);
   uint64_t seen;
-  const bool arrived = wait_for_peer(
+  const bool arrived = wait_for_peer<Hop>(
       call, turn, peer, phase, word, expected, [=](uint64_t value) { return same_call(value, expected); }, &seen);
   return arrived ? value_of(seen) : otherwise;
 }
@@ -153,23 +225,29 @@ __device__ inline void charge_wait(const LowLatencyCall& call, const LowLatencyT
   }
 }
 
+// Ranks are gone through by the first warp of a block, a lane each. Inside a node there are no more of them than lanes.
+static_assert(kMaxRanks <= 32, "a lane for each rank of a node");
+
 // -- the begin of sending -----------------------------------------------------------------------------------------
 
 // By a whole block: waits for every ack of the last call in this slot, and says to whom rows go. False after a failure.
+template <typename Hop>
 __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatencyTurn& turn,
-                                     int32_t (&shared_mask)[kMaxRanks]) {
+                                     int32_t (&shared_mask)[kMaxLowLatencyRanks]) {
   __shared__ bool shared_fine;
   if (threadIdx.x < 32) {
-    const int peer = threadIdx.x;
-    if (peer < call.world.size) {
+    for (int peer = threadIdx.x; peer < call.world.size; peer += 32) {
       const uint64_t sent = call.state->sent[turn.slot][peer];
       if (sent != 0 && mask_of(call, peer) == kOpen) {
         uint64_t seen;
-        wait_for_peer(
+        wait_for_peer<Hop>(
             call, turn, peer, kWaitDone, &control_of(call, call.world.rank)->acks[turn.slot][peer], sent,
             [=](uint64_t value) { return is_since(value, sent); }, &seen);  // of this call, where a block is late
       }
       shared_mask[peer] = mask_of(call, peer);
+      if constexpr (!Hop::kPuts) {
+        break;  // there are no more
+      }
     }
     __syncwarp();
     if (threadIdx.x == 0) {
@@ -181,11 +259,12 @@ __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatenc
 }
 
 // By one lane a peer: what this rank says to it first.
+template <typename Hop>
 __device__ inline void greet(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, int32_t mask,
                              uint32_t value) {
   if (mask != kLost) {
-    store_release(&control_of(call, peer)->greetings[turn.slot][call.world.rank],
-                  word_of(turn, mask == kMasked ? value | kMaskedBit : value));
+    post<Hop>(call, peer, &control_of<Hop>(call, peer)->greetings[turn.slot][call.world.rank],
+              word_of(turn, mask == kMasked ? value | kMaskedBit : value));
   }
 }
 
@@ -211,32 +290,36 @@ __device__ inline void report(const LowLatencyCall& call, LowLatencyFault kind, 
 
 // By a whole block: hears every peer; `shared_open` says from whom rows come. False where the call is given up: after
 // a failure, if a rank refuses it, or if the ranks differ.
+template <typename Hop>
 __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn, bool reports,
-                                       bool (&shared_open)[kMaxRanks]) {
+                                       bool (&shared_open)[kMaxLowLatencyRanks]) {
   __shared__ bool shared_fine;
   if (threadIdx.x < 32) {
-    const int peer = threadIdx.x;
     bool fine = true;
-    if (peer < call.world.size) {
+    for (int peer = threadIdx.x; peer < call.world.size; peer += 32) {
       bool open = mask_of(call, peer) == kOpen;
       if (open) {
         const uint64_t expected = word_of(turn, 0);
         const uint64_t* word = &control_of(call, call.world.rank)->greetings[turn.slot][peer];
         uint64_t seen;
         // A peer that has masked this rank does not wait for it, and may be ahead by any number of calls.
-        open = wait_for_peer(
+        open = wait_for_peer<Hop>(
             call, turn, peer, kWaitHeader, word, expected, [=](uint64_t value) { return is_since(value, expected); },
             &seen);
         if (open) {
           const uint32_t value = value_of(seen);
           open = same_call(seen, expected) && (value & kMaskedBit) == 0;
-          fine = !open || value == call.print;
-          if (!fine && reports) {
+          const bool is_alike = !open || value == call.print;
+          fine = Hop::kPuts ? fine && is_alike : is_alike;
+          if (!is_alike && reports) {
             report(call, (value & kRefusedBit) != 0 ? kPeerRefused : kDisagreement, peer, 0, 0);
           }
         }
       }
       shared_open[peer] = open;
+      if constexpr (!Hop::kPuts) {
+        break;  // there are no more
+      }
     }
     fine = __all_sync(kFullWarp, fine);
     if (threadIdx.x == 0) {
@@ -292,10 +375,31 @@ __device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyT
   }
 }
 
+// By a whole block: whether a peer may acknowledge rows that this rank has put, and that it did not wait for, because
+// it has masked this rank. Where it does not look for them, its greeting says so, or is of a later call already.
+__device__ inline bool has_unread(const LowLatencyCall& call, const LowLatencyTurn& turn) {
+  bool is_unread = false;
+  const int peer = threadIdx.x;
+  if (peer < call.world.size && mask_of(call, peer) == kOpen) {
+    const uint64_t seen = load_acquire(&control_of(call, call.world.rank)->greetings[turn.slot][peer]);
+    is_unread = !same_call(seen, word_of(turn, 0)) || (value_of(seen) & kMaskedBit) != 0;
+  }
+  return __syncthreads_or(is_unread) != 0;
+}
+
 // By the last block, when no block reads any more: the peers may write this slot again. The own ack comes last too: the
 // next call in the slot may be running on another stream, and counts in the same words.
-__device__ inline void end_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn) {
+template <typename Hop>
+__device__ inline void end_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn, bool is_given_up) {
   const int peer = threadIdx.x;
+  if constexpr (Hop::kPuts) {
+    if (has_unread(call, turn) || is_given_up) {
+      if (threadIdx.x == 0 && !has_failed(call)) {
+        Hop::settle();  // otherwise rows that nobody waits for could come over those of the next call in the slot
+      }
+      __syncthreads();
+    }
+  }
   if (peer < call.world.size) {
     uint64_t& waited = call.state->waited_ns[turn.slot][peer];
     if (call.stats != nullptr) {
@@ -309,7 +413,7 @@ __device__ inline void end_receiving(const LowLatencyCall& call, const LowLatenc
   __syncthreads();
   if (peer < call.world.size && !has_failed(call) && mask_of(call, peer) != kLost) {
     __threadfence_system();
-    store_release(&control_of(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
+    post<Hop>(call, peer, &control_of<Hop>(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
   }
 }
 

@@ -1,5 +1,6 @@
-// Low-latency dispatch and combine between the ranks of a node: every (token, expert) pair is pushed once, into memory
-// of the rank that needs it, and a word beside it says so. docs/protocol.md has the rules.
+// Low-latency dispatch and combine: every (token, expert) pair is pushed once, into memory of the rank that needs it,
+// and a word beside it says so. docs/protocol.md has the rules. How a rank is reached is a hop; low_latency/device.cuh
+// says what that is.
 //
 // W ranks, T tokens, K slots a token, H hidden, E experts, L local experts, M the most tokens of a rank, N = W * M
 // places an expert, R rows received. A pair is a slot of a token, number `token * K + slot` at its source.
@@ -20,6 +21,7 @@ constexpr int kValueBits = 20;
 constexpr int kEpochBits = 32;
 constexpr uint32_t kMaxPairs = (1u << kValueBits) - 1;  // of a rank: numbers of pairs are values
 
+constexpr int kMaxLowLatencyRanks = 128;    // where rows are put; an exchange inside a node has fewer
 constexpr int kMaxLowLatencyScales = 1024;  // of a row
 constexpr int kMaxLowLatencyCounts = 4096;  // W times the most experts of a rank
 
@@ -34,12 +36,13 @@ constexpr int32_t kOpen = 0, kMasked = 1, kLost = 2;  // masked by the caller; m
 // What stands in place of a slot's rank where its row was not sent, though it should have been.
 constexpr int32_t kDropped = -2;
 
-// Memory of a rank: this block, then two slots of words, then two slots of rows. A slot has a part for each source, and
+// Memory of a rank: this block, then two slots of words, then two slots of rows; where rows are put, two more, in which
+// they set out, with a part for each destination. A slot has a part for each source, and
 // a rank writes into its own parts only, whatever the call: what it still writes where it is masked or lost, because it
 // is slow, lies where nobody looks.
 struct LowLatencyControl {
-  uint64_t acks[2][kMaxRanks];       // by slot and reader: the call of this rank that it has finished reading
-  uint64_t greetings[2][kMaxRanks];  // by slot and source
+  uint64_t acks[2][kMaxLowLatencyRanks];       // by slot and reader: the call of this rank that it has finished reading
+  uint64_t greetings[2][kMaxLowLatencyRanks];  // by slot and source
 };
 constexpr int64_t kLowLatencyControlBytes = 4096;
 static_assert(sizeof(LowLatencyControl) <= kLowLatencyControlBytes, "the control block has a page");
@@ -48,20 +51,20 @@ static_assert(sizeof(LowLatencyControl) <= kLowLatencyControlBytes, "the control
 struct LowLatencyState {
   uint32_t generation;
   uint32_t epoch;
-  uint32_t num_sent;                 // blocks of a kernel that have sent
-  uint32_t num_received[2];          // blocks of a kernel that have received, by slot: two may run at once
-  uint32_t lost[2];                  // a peer was lost in the call of this slot: its results are made anew
-  uint32_t is_reporting;             // a thread fills the record
-  uint64_t sent[2][kMaxRanks];       // by slot and peer: the call that was sent there last; its ack is awaited
-  uint64_t waited_ns[2][kMaxRanks];  // the longest wait for each peer
+  uint32_t num_sent;                      // blocks of a kernel that have sent
+  uint32_t num_received[2];               // blocks of a kernel that have received, by slot: two may run at once
+  uint32_t lost[2];                       // a peer was lost in the call of this slot: its results are made anew
+  uint32_t is_reporting;                  // a thread fills the record
+  uint64_t sent[2][kMaxLowLatencyRanks];  // by slot and peer: the call that was sent there last; its ack is awaited
+  uint64_t waited_ns[2][kMaxLowLatencyRanks];  // the longest wait for each peer
 };
 
 // What went wrong in a call whose host did not wait; kind, then numbers.
 enum LowLatencyFault : int { kTooManyRows = 0, kDisagreement = 1, kPeerRefused = 2 };
 
 struct LowLatencyCall {
-  World world;
-  char* memory[kMaxRanks];
+  World world;  // rank, size, limit, state and record; its memory is that of a node, and nothing here looks at it
+  char* memory[kMaxLowLatencyRanks];  // as this GPU finds it; null where it does not, and the hop puts
   LowLatencyState* state;
   int64_t words_a_source;  // in a slot
   int64_t bytes_a_source;
@@ -86,6 +89,8 @@ struct LowLatencyShape {
 
 enum class LowLatencyFormat : int { kAsGiven = 0, kFp8 = 1, kFp8Rounded = 2, kFp8Ue8m0 = 3 };
 
+struct StoreHop;  // stores into the memory of every rank
+
 // Dispatch.
 struct LowLatencyDispatch {
   LowLatencyShape shape;
@@ -109,6 +114,7 @@ struct LowLatencyDispatch {
   int32_t* slot_rank;     // [T, K]: the rank of each slot, -1 for none, or kDropped: the expert had M rows already.
                           // Ranks that exchanged no rows with this one count as none.
 };
+template <typename Hop>
 void launch_low_latency_dispatch(const LowLatencyCall& call, const LowLatencyDispatch& dispatch, int num_blocks,
                                  cudaStream_t stream);
 
@@ -122,17 +128,22 @@ struct LowLatencyCombine {
   const float* weights;       // [T, K]
   char* out;                  // [T, H]
 };
+template <typename Hop>
 void launch_low_latency_combine(const LowLatencyCall& call, const LowLatencyCombine& combine, RowKind kind,
                                 int num_blocks, cudaStream_t stream);
 
 // Takes part in a call that this rank refuses: says so, reads nothing.
+template <typename Hop>
 void launch_low_latency_refusal(const LowLatencyCall& call, cudaStream_t stream);
 
 // Waits, within the limit, until the peers have read what this rank sent last.
+template <typename Hop>
 void launch_low_latency_drain(const LowLatencyCall& call, cudaStream_t stream);
 
 // Loads the kernels, so that no later launch does.
+template <typename Hop>
 void load_low_latency_dispatch();
+template <typename Hop>
 void load_low_latency_combine();
 
 // A row's pieces of combine: a flag says that a part is home, a warp adds up a piece.

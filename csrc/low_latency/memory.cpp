@@ -14,71 +14,36 @@ int64_t bytes_of_words(int size, int64_t words_a_source) {
 
 }  // namespace
 
-LowLatencyMemory::LowLatencyMemory(const Exchange& exchange) : exchange_(exchange) {
-  const OnDevice on_device(device());
+LowLatencyMemory::LowLatencyMemory(const World& world, int device) : device_(device) {
+  const OnDevice on_device(device_);
   std::memset(static_cast<void*>(&call_), 0, sizeof(call_));
+  call_.world = world;
   check_cuda(cudaMalloc(reinterpret_cast<void**>(&call_.state), sizeof(LowLatencyState)),
              "low latency: memory for the state");
-  load_low_latency_dispatch();
-  load_low_latency_combine();
 }
 
 LowLatencyMemory::~LowLatencyMemory() {
-  quietly_on(device(), [&] {
-    close();
-    cudaFree(call_.memory[exchange_.world().rank]);
-    cudaFree(call_.state);
-  });
+  quietly_on(device_, [&] { cudaFree(call_.state); });
 }
 
-void LowLatencyMemory::allocate(int64_t words_a_slot, int64_t bytes_a_slot) {
-  const OnDevice on_device(device());
-  char*& own = call_.memory[exchange_.world().rank];
-  check_cuda(cudaFree(own), "low latency: freeing memory");
-  own = nullptr;
-  call_.words_a_source = call_.bytes_a_source = 0;
+int64_t LowLatencyMemory::lay_out(int64_t words_a_slot, int64_t bytes_a_slot, int num_row_slots) {
   const auto part_of = [&](int64_t whole, int64_t multiple) {
     const int64_t part = (whole + size() - 1) / size();
     return (part + multiple - 1) / multiple * multiple;
   };
-  const int64_t words_a_source = part_of(words_a_slot, 16), bytes_a_source = part_of(bytes_a_slot, 128);
-  const int64_t num_bytes = bytes_of_words(size(), words_a_source) + 2 * size() * bytes_a_source;
-  check_cuda(cudaMalloc(reinterpret_cast<void**>(&own), whole_pages(num_bytes)),
-             "low latency: memory for rows of the other ranks");
-  call_.words_a_source = words_a_source;
-  call_.bytes_a_source = bytes_a_source;
-  clear();
+  call_.words_a_source = part_of(words_a_slot, 16);
+  call_.bytes_a_source = part_of(bytes_a_slot, 128);
+  return bytes_of_words(size(), call_.words_a_source) + num_row_slots * size() * call_.bytes_a_source;
 }
 
 void LowLatencyMemory::clear() {
-  const OnDevice on_device(device());
-  check_cuda(cudaMemset(call_.memory[exchange_.world().rank], 0, bytes_of_words(size(), call_.words_a_source)),
-             "low latency: zeroing the words");
+  const OnDevice on_device(device_);
+  check_cuda(cudaMemset(own(), 0, bytes_of_words(size(), call_.words_a_source)), "low latency: zeroing the words");
   check_cuda(cudaStreamSynchronize(nullptr), "low latency: zeroing the words");
 }
 
-std::string LowLatencyMemory::export_own() const {
-  const OnDevice on_device(device());
-  return export_memory(call_.memory[exchange_.world().rank]);
-}
-
-void LowLatencyMemory::open(int peer, const std::string& exported) {
-  const OnDevice on_device(device());
-  call_.memory[peer] = static_cast<char*>(open_memory(exported));
-}
-
-void LowLatencyMemory::close() {
-  const OnDevice on_device(device());
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != exchange_.world().rank && call_.memory[peer] != nullptr) {
-      cudaIpcCloseMemHandle(call_.memory[peer]);
-      call_.memory[peer] = nullptr;
-    }
-  }
-}
-
 void LowLatencyMemory::begin(uint32_t generation) {
-  const OnDevice on_device(device());
+  const OnDevice on_device(device_);
   LowLatencyState state;
   std::memset(static_cast<void*>(&state), 0, sizeof(state));
   state.generation = generation;
@@ -91,7 +56,6 @@ LowLatencyCall LowLatencyMemory::call(int64_t operation, int64_t num_words, int6
                " words and ", num_bytes, " bytes a slot, there are ", words_a_slot(), " and ", bytes_a_slot(),
                ": make room first.");
   LowLatencyCall call = call_;
-  call.world = exchange_.world();
   call.world.operation = operation;
   return call;
 }

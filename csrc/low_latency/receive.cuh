@@ -24,13 +24,14 @@ __device__ inline int exclusive_in_warp(int value, int* total) {
 }
 
 // By a whole block: the counts of all sources, and their sums.
+template <typename Hop>
 __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                                  const bool (&open)[kMaxRanks], const ReceiveShared& shared) {
+                                  const bool (&open)[kMaxLowLatencyRanks], const ReceiveShared& shared) {
   const int size = call.world.size, num_local = in.num_local, most = in.shape.max_tokens;
   for (int i = threadIdx.x; i < size * num_local; i += kDispatchThreads) {
     const int source = i / num_local;
     const uint64_t* word = words_of(call, call.world.rank, turn.slot, source) + i % num_local;
-    shared.counts[i] = open[source] ? wait_value(call, turn, source, kWaitHeader, word, 0) : 0;
+    shared.counts[i] = open[source] ? wait_value<Hop>(call, turn, source, kWaitHeader, word, 0) : 0;
   }
   __syncthreads();
   for (int task = warp_idx(); task <= size; task += kDispatchWarps) {
@@ -55,7 +56,7 @@ __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTu
 }
 
 // By a whole warp: waits for one row and writes it to its place.
-template <bool kFp8>
+template <typename Hop, bool kFp8>
 __device__ void receive_row(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
                             const ReceiveShared& shared, int row, uint64_t began) {
   const int size = call.world.size, num_places = size * in.shape.max_tokens;
@@ -70,7 +71,7 @@ __device__ void receive_row(const LowLatencyCall& call, const LowLatencyTurn& tu
   const uint64_t* word = row_words(words_of(call, call.world.rank, turn.slot, source), in.shape) + sent_row;
   uint32_t pair = 0;
   if (lane_idx() == 0) {
-    pair = wait_value(call, turn, source, kWaitFlag, word, kMaxPairs);
+    pair = wait_value<Hop>(call, turn, source, kWaitFlag, word, kMaxPairs);
     charge_wait(call, turn, source, began);
   }
   __syncwarp();  // a shuffle orders no memory, and all lanes read the row
@@ -101,18 +102,19 @@ __device__ void receive_row(const LowLatencyCall& call, const LowLatencyTurn& tu
 
 // By a whole block, the `block`-th of `num_blocks` that share the work; `open` says from whom rows came. False where
 // the call is given up.
-template <bool kFp8>
+template <typename Hop, bool kFp8>
 __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                             const ReceiveShared& shared, int block, int num_blocks, bool (&open)[kMaxRanks]) {
+                             const ReceiveShared& shared, int block, int num_blocks,
+                             bool (&open)[kMaxLowLatencyRanks]) {
   const uint64_t began = now_ns();
-  if (!begin_receiving(call, turn, block == 0, open)) {
+  if (!begin_receiving<Hop>(call, turn, block == 0, open)) {
     return false;
   }
-  count_rows(call, turn, in, open, shared);
+  count_rows<Hop>(call, turn, in, open, shared);
   const int size = call.world.size, num_local = in.num_local;
   const int num_places = size * in.shape.max_tokens, num_rows = shared.begins[num_local * size];
   for (int row = warp_idx() * num_blocks + block; row < num_rows; row += num_blocks * kDispatchWarps) {
-    receive_row<kFp8>(call, turn, in, shared, row, began);
+    receive_row<Hop, kFp8>(call, turn, in, shared, row, began);
   }
   const int num_all = num_local * num_places;
   for (int i = block * kDispatchThreads + threadIdx.x; i < num_all; i += num_blocks * kDispatchThreads) {
@@ -140,7 +142,7 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
 
 // By the last block: the slots of ranks that have masked this one, or were lost, are unused, as those that it masked.
 __device__ inline void close_slots(const LowLatencyCall& call, const LowLatencyDispatch& in,
-                                   const bool (&open)[kMaxRanks]) {
+                                   const bool (&open)[kMaxLowLatencyRanks]) {
   bool all_open = true;
   for (int peer = 0; peer < call.world.size; ++peer) {
     all_open &= open[peer];

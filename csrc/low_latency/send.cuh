@@ -14,7 +14,7 @@ constexpr int kDispatchWarps = kDispatchThreads / 32;
 constexpr int kMaxCachedKeys = 8192;
 constexpr int kScaleElems = 128;
 
-// Where the row of a slot goes; null for nowhere.
+// Where the row of a slot goes: to its rank, or into the outbox for a far one; null for nowhere.
 struct RowTarget {
   char* row;
   uint64_t* word;
@@ -23,7 +23,7 @@ struct RowTarget {
 struct SendShared {
   RowTarget targets[kMaxTopk];
   float scales[kMaxLowLatencyScales];
-  int32_t mask[kMaxRanks];
+  int32_t mask[kMaxLowLatencyRanks];
   int32_t bad_slot;
 };
 
@@ -36,6 +36,7 @@ __device__ inline int key_of(const LowLatencyDispatch& in, int pair) {
 
 // By a whole block: greets all ranks and tells them how many rows each of their experts gets. `counts`: [W *
 // most_local].
+template <typename Hop>
 __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
                                    SendShared& shared, int32_t* counts) {
   const int num_keys = call.world.size * in.shape.most_local;
@@ -47,7 +48,7 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
     shared.bad_slot = num_pairs;
   }
   if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
-    greet(call, turn, threadIdx.x, shared.mask[threadIdx.x], call.print);
+    greet<Hop>(call, turn, threadIdx.x, shared.mask[threadIdx.x], call.print);
   }
   __syncthreads();
   const auto id_of = [&](int pair) {
@@ -65,7 +66,17 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
   for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
     const int peer = key / in.shape.most_local, local = key % in.shape.most_local;
     if (shared.mask[peer] == kOpen) {
-      store_relaxed(words_of(call, peer, turn.slot, call.world.rank) + local, word_of(turn, counts[key]));
+      uint64_t* word = words_of<Hop>(call, peer, turn.slot, call.world.rank) + local;
+      bool is_put = false;
+      if constexpr (Hop::kPuts) {
+        is_put = is_far<Hop>(call, peer);
+        if (is_put) {
+          Hop::signal(word, word_of(turn, counts[key]), peer);
+        }
+      }
+      if (!is_put) {
+        store_relaxed(word, word_of(turn, counts[key]));
+      }
     }
     if (counts[key] > in.shape.max_tokens) {
       report(call, kTooManyRows, key, counts[key], in.shape.max_tokens);
@@ -84,7 +95,7 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
 
 // By a whole warp: where the row of `pair` goes. At its destination the rows of a source lie in the order of (local
 // expert, pair), so its place is the number of pairs that come before it there.
-template <typename KeyAt>
+template <typename Hop, typename KeyAt>
 __device__ void aim(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in, int pair,
                     const KeyAt& key_at, SendShared& shared, RowTarget* target) {
   const int key = key_at(pair);
@@ -110,8 +121,8 @@ __device__ void aim(const LowLatencyCall& call, const LowLatencyTurn& turn, cons
   *target = {nullptr, nullptr};
   if (goes && fits) {
     const int row = num_smaller + num_before;
-    *target = {rows_of(call, peer, turn.slot, call.world.rank) + static_cast<int64_t>(row) * in.shape.row_bytes,
-               row_words(words_of(call, peer, turn.slot, call.world.rank), in.shape) + row};
+    *target = {rows_to<Hop>(call, peer, turn.slot) + static_cast<int64_t>(row) * in.shape.row_bytes,
+               row_words(words_of<Hop>(call, peer, turn.slot, call.world.rank), in.shape) + row};
   }
 }
 
@@ -168,6 +179,12 @@ __device__ inline int num_scale_words(const LowLatencyDispatch& in) {
   return in.format == LowLatencyFormat::kFp8Ue8m0 ? num_scales / 4 : num_scales;
 }
 
+// What of a row is written, a multiple of 16.
+template <bool kFp8>
+__device__ inline int sent_bytes(const LowLatencyDispatch& in) {
+  return kFp8 ? in.shape.hidden + (num_scale_words(in) + 3) / 4 * kUnitBytes : in.shape.hidden * in.elem_bytes;
+}
+
 __device__ inline void store_to_all(const SendShared& shared, int num_topk, int unit, uint4 value) {
   for (int slot = 0; slot < num_topk; ++slot) {
     if (char* row = shared.targets[slot].row) {
@@ -177,7 +194,7 @@ __device__ inline void store_to_all(const SendShared& shared, int num_topk, int 
 }
 
 // By a whole block: one token to all its experts.
-template <bool kFp8, typename KeyAt>
+template <typename Hop, bool kFp8, typename KeyAt>
 __device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
                            int token, const KeyAt& key_at, SendShared& shared) {
   const int num_topk = in.shape.num_topk;
@@ -196,7 +213,7 @@ __device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& tur
   uint4 raw[2];
   load(0, raw);  // under way while the targets are found
   for (int slot = warp_idx(); slot < num_topk; slot += kDispatchWarps) {
-    aim(call, turn, in, token * num_topk + slot, key_at, shared, &shared.targets[slot]);
+    aim<Hop>(call, turn, in, token * num_topk + slot, key_at, shared, &shared.targets[slot]);
   }
   __syncthreads();
   constexpr int kStep = kFp8 ? kDispatchThreads : 2 * kDispatchThreads;
@@ -240,6 +257,14 @@ __device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& tur
                             scale_word(shared.scales, 4 * chunk + 3, num_words, ue8m0)));
       }
       __syncwarp();
+    }
+    if constexpr (Hop::kPuts) {
+      const int peer = in.slot_rank[token * num_topk + slot];  // this warp has aimed it
+      if (is_far<Hop>(call, peer)) {
+        put_row<Hop>(call, turn, peer, target.row, sent_bytes<kFp8>(in), target.word,
+                     word_of(turn, token * num_topk + slot));
+        continue;
+      }
     }
     if (lane_idx() == 0) {  // the block met behind its stores
       store_release(target.word, word_of(turn, token * num_topk + slot));

@@ -1,7 +1,8 @@
-"""Types of the part of `moe_ep._C` for the low-latency calls; csrc/bindings/low_latency.cpp."""
+"""Types of the parts of `moe_ep._C` and `moe_ep._C_nvshmem` for the low-latency calls; csrc/bindings/low_latency.h."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from moe_ep._native.exchange import NativeExchange
@@ -24,7 +25,7 @@ class NativeLaunch(Protocol):
 
 
 class NativeLowLatency(Protocol):
-    """`moe_ep._C.LowLatency`: memory that the ranks write into each other's; csrc/low_latency/memory.h.
+    """Memory that the ranks write into each other's, whatever the hop; csrc/low_latency/memory.h.
 
     Launches do not wait for the device.
     """
@@ -33,9 +34,6 @@ class NativeLowLatency(Protocol):
     bytes_a_slot: int
 
     def allocate(self, words_a_slot: int, bytes_a_slot: int) -> None: ...
-    def export_own(self) -> bytes: ...
-    def open(self, peer: int, exported: bytes) -> None: ...
-    def close(self) -> None: ...
     def clear(self) -> None: ...
     def begin(self, generation: int) -> None: ...
     def dispatch(self, launch: NativeLaunch, operation: int, dispatch: NativeDispatch, /) -> None: ...
@@ -44,14 +42,30 @@ class NativeLowLatency(Protocol):
     def drain(self, launch: NativeLaunch, /) -> None: ...
 
 
-class LowLatencyKernels(Protocol):
-    """What `moe_ep._C` offers for the low-latency calls."""
+class NativeIpcLowLatency(NativeLowLatency, Protocol):
+    """`moe_ep._C.LowLatency`: memory that the others open."""
 
+    def export_own(self) -> bytes: ...
+    def open(self, peer: int, exported: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class NativeNvshmemLowLatency(NativeLowLatency, Protocol):
+    """`moe_ep._C_nvshmem.NvshmemLowLatency`: symmetric memory; csrc/nvshmem/low_latency_nvshmem.h."""
+
+    def watch(self, *, state: int, record: int, timeout_secs: float) -> None: ...
+    def open(self, stored_to: Sequence[bool]) -> None: ...
+    def release(self) -> None: ...
+    def put_to(self) -> list[int]: ...
+
+
+class LowLatencyCallKernels(Protocol):
+    """What an extension offers for low-latency calls; each takes its own shapes, calls and launches."""
+
+    low_latency_max_ranks: int  # over NVSHMEM; inside a node, and over CUDA IPC, those of an exchange
     low_latency_max_pairs: int  # M * K
     low_latency_max_scales: int  # of a row
     low_latency_max_counts: int  # W times the most experts of a rank
-
-    def LowLatency(self, exchange: NativeExchange) -> NativeLowLatency: ...  # noqa: N802 (a class)
 
     def LowLatencyShape(  # noqa: N802 (a class)
         self, *, hidden: int, row_bytes: int, num_topk: int, num_experts: int, most_local: int, max_tokens: int
@@ -110,4 +124,10 @@ class LowLatencyKernels(Protocol):
     def low_latency_needs(
         self, size: int, shape: NativeShape, combined: NativeShape, dtype: str
     ) -> tuple[int, int]: ...
+
+
+class LowLatencyKernels(LowLatencyCallKernels, Protocol):
+    """What `moe_ep._C` offers for the low-latency calls."""
+
+    def LowLatency(self, exchange: NativeExchange) -> NativeIpcLowLatency: ...  # noqa: N802 (a class)
     def num_sms(self) -> int: ...

@@ -1,6 +1,6 @@
 """What the CUDA extensions offer between nodes: rails over CUDA IPC (`moe_ep._C`) and NVSHMEM (`moe_ep._C_nvshmem`).
 
-The contracts are in the headers of csrc/internode and in csrc/nvshmem/rail_nvshmem.h.
+The contracts are in the headers of csrc/internode and of csrc/nvshmem.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import functools
 import importlib
 from collections.abc import Sequence
 from typing import Protocol, cast
+
+from moe_ep._native.low_latency import LowLatencyCallKernels, NativeNvshmemLowLatency
 
 RAIL_MODULE = "moe_ep._C_nvshmem"
 
@@ -120,7 +122,7 @@ class RailKernels(RoundKernels, Protocol):
     ) -> None: ...
 
 
-class NvshmemKernels(RoundKernels, Protocol):
+class NvshmemKernels(RoundKernels, LowLatencyCallKernels, Protocol):
     """`moe_ep._C_nvshmem`."""
 
     def register_kernels(self) -> None: ...
@@ -135,6 +137,10 @@ class NvshmemKernels(RoundKernels, Protocol):
         record: int,
         timeout_secs: float,
     ) -> NativeNvshmemRail: ...
+
+    def NvshmemLowLatency(
+        self, *, rank: int, size: int, state: int, record: int, timeout_secs: float
+    ) -> NativeNvshmemLowLatency: ...
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def _obstacle(group: dist.ProcessGroup | None, timeout_secs: float, topology: To
     if kernels is not None and len(reads) > kernels.max_ranks:
         obstacle = f"a node has {len(reads)} ranks, more than {kernels.max_ranks}"
     if carrier == "ipc":
-        reads += [topology.rank_at(node, topology.rail_of(rank)) for node in range(topology.num_nodes)]
+        reads = list(range(topology.world_size))  # a rail is one rank a node, low latency goes to all
     elif topology.num_nodes > 1:
         obstacle = obstacle or why_no_nvshmem()
     return why_unavailable(group, timeout_secs, reads, obstacle)

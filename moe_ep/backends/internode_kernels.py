@@ -22,7 +22,9 @@ from moe_ep._native import require
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.header import OPERATIONS, Header, dtype_number, status_of
 from moe_ep.backends.internode import InternodeBackend
+from moe_ep.backends.internode_low_latency import InternodeLowLatency, most_ranks
 from moe_ep.backends.node_legs import NodeLegs
+from moe_ep.backends.node_low_latency import NodeLowLatency
 from moe_ep.backends.node_rows import aligned
 from moe_ep.backends.rail_memory import Hop, RailMemory
 from moe_ep.backends.rail_routes import RailRoutes, rail_routes
@@ -62,6 +64,10 @@ class InternodeKernelsBackend(InternodeBackend):
             self._legs.tell_reasons(self.rail)
         self._calls = TwoHopCalls(self._legs, self.rail, kernels)
         self._kernels, self.hop = kernels, str(hop)
+        self._low_latency: InternodeLowLatency | None = None
+        if len(self.ranks) <= most_ranks(kernels, topology.num_nodes, hop):
+            every = (group, topology, hop, kernels, self._legs, self.rail, timeout_secs)
+            self._low_latency = InternodeLowLatency(*every)
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +78,11 @@ class InternodeKernelsBackend(InternodeBackend):
     def stream(self) -> torch.cuda.Stream:  # type: ignore[override]
         """The stream on which calls end."""
         return self._calls.stream
+
+    @property
+    def low_latency(self) -> NodeLowLatency | None:
+        """None where the group has more ranks than the kernels take: those go through the host."""
+        return None if self._low_latency is None else self._low_latency.calls
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
@@ -194,25 +205,32 @@ class InternodeKernelsBackend(InternodeBackend):
 
     def take_faults(self) -> list[str]:
         try:
-            return [*super().take_faults(), *self._legs.take_faults()]
+            of_calls = [*super().take_faults(), *self._legs.take_faults()]
+            return of_calls if self._low_latency is None else [*of_calls, *self._low_latency.take_faults()]
         except EPTimeoutError as error:
             if self._group is not None:
                 self._group.break_off(str(error))
             raise
 
     def reset(self) -> None:
+        if self._low_latency is not None:
+            self._low_latency.clear()
         self._calls.settle()  # before the ranks meet: what comes later would come into the new generation
         super().reset()
         self._legs.reset()
+        if self._low_latency is not None:
+            self._low_latency.reset()
         if self.rail is not None and self._group is not None:
             self.rail.begin(f"reset/{self._group.generation}")
 
     def close(self) -> None:
         super().close()
+        if self._low_latency is not None:
+            self._low_latency.close()
         self._calls.close()
         self._legs.close()
-        if self.rail is not None:
-            self.rail.close(self._calls.stream)
+        if self.rail is not None and self.rail.close(self._calls.stream) and self._low_latency is not None:
+            self._low_latency.give_back()
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from moe_ep.backends.header import DTYPES, NUM_MATCH_WORDS, OK, OPERATIONS, Head
 from moe_ep.backends.node_calls import NodeCalls
 from moe_ep.backends.node_header import pack
 from moe_ep.backends.node_low_latency import NodeLowLatency
+from moe_ep.backends.node_low_latency_memory import IpcLowLatencyMemory
 from moe_ep.backends.node_route import Route, route_of
 from moe_ep.backends.node_rows import Load, aligned, kind_of, round_up
 from moe_ep.backends.plan_tensors import PlanTensors
@@ -48,12 +49,8 @@ class IntranodeBackend(NodeCalls):
 
     @functools.cached_property
     def low_latency(self) -> NodeLowLatency:
-        if torch.cuda.is_current_stream_capturing():  # its mask would be filled by a replay
-            raise RuntimeError(
-                "the first low-latency call of a buffer makes its mask and memory, which cannot happen inside a CUDA "
-                "graph; run the call once before the capture."
-            )
-        return NodeLowLatency(self._memory, self._kernels, self._faults, self._device, self._stream)
+        rows = IpcLowLatencyMemory(self._memory, self._kernels)
+        return NodeLowLatency(self._memory, rows, self._faults, self._device, self._stream)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 

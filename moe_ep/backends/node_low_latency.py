@@ -1,4 +1,4 @@
-"""The low-latency calls inside a node: kernels that push every row to where it is needed (csrc/low_latency).
+"""The low-latency calls on kernels, which push every row to where it is needed (csrc/low_latency).
 
 Letters: T tokens of this rank, H hidden, K slots a token, E experts, L of them local, W ranks, M the most tokens of a
 rank, N = W * M places an expert, B = H / 128 scales a row.
@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moe_ep._native import NativeKernels
 from moe_ep._native.arguments import address, dtype_name
-from moe_ep._native.low_latency import NativeCombine, NativeDispatch, NativeLaunch, NativeShape
+from moe_ep._native.low_latency import LowLatencyCallKernels, NativeCombine, NativeDispatch, NativeLaunch, NativeShape
 from moe_ep.backends.device_faults import DeviceFaults
 from moe_ep.backends.header import CALLS, dtype_number
 from moe_ep.backends.node_low_latency_memory import NodeLowLatencyMemory
@@ -76,8 +75,8 @@ class NodeLowLatency:
     """One rank's low-latency calls.
 
     Args:
-        memory: of the backend; it meets the other ranks.
-        kernels: the extension.
+        node: memory of the backend; it meets the other ranks.
+        memory: for the rows.
         faults: of the backend.
         device: of the tensors.
         own_stream: for asynchronous calls.
@@ -93,20 +92,23 @@ class NodeLowLatency:
 
     def __init__(
         self,
-        memory: NodeMemory,
-        kernels: NativeKernels,
+        node: NodeMemory,
+        memory: NodeLowLatencyMemory,
         faults: DeviceFaults,
         device: torch.device,
         own_stream: torch.cuda.Stream,
     ) -> None:
-        self._node = memory
-        self.rank, self.world = memory.rank, len(memory.ranks)
-        self._kernels = kernels
+        if torch.cuda.is_current_stream_capturing():  # the mask would be filled by a replay
+            raise RuntimeError(
+                "the first low-latency call of a buffer makes its mask and memory, which cannot happen inside a CUDA "
+                "graph; run the call once before the capture."
+            )
+        self._node, self._memory = node, memory
+        self.rank, self.world = node.rank, len(node.ranks)
         self._faults = faults
         self.device = device
         self.own_stream = own_stream
-        self._memory = NodeLowLatencyMemory(memory, kernels)
-        self.mask = torch.zeros(len(memory.ranks), dtype=torch.int32, device=device)
+        self.mask = torch.zeros(self.world, dtype=torch.int32, device=device)
         self.enable_shrink = self.is_waited_for = False
         self._last_stream: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
@@ -114,6 +116,10 @@ class NodeLowLatency:
         self._is_in_graph = False
         self.num_calls = 0
         self._native_of = functools.cache(self._native)
+
+    @property
+    def _kernels(self) -> LowLatencyCallKernels:
+        return self._memory.calls
 
     # -- what can be served -----------------------------------------------------------------------------------------
 
@@ -126,8 +132,8 @@ class NodeLowLatency:
         row_bytes = shape.hidden * shape.dtype.itemsize
         if row_bytes % 16:
             raise ValueError(
-                f"x has H = {shape.hidden}, rows of {row_bytes} bytes; the intranode kernels move rows of a multiple "
-                "of 16 bytes. Pad H, or use backend='torch'."
+                f"x has H = {shape.hidden}, rows of {row_bytes} bytes; the low-latency kernels move rows of a "
+                "multiple of 16 bytes. Pad H, or use backend='torch'."
             )
         limits = (
             ("M * K", shape.num_max * shape.num_topk, self._kernels.low_latency_max_pairs),
@@ -330,7 +336,7 @@ class NodeLowLatency:
             if not self._faults.is_dead:
                 self._memory.native.drain(self._how(self.own_stream, None, sends=True, receives=False))
             torch.cuda.synchronize(self.device)
-            self._memory.native.close()
+            self._memory.close()
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"""Memory for low-latency rows that the ranks of one node write into each other's, and how they meet to make room."""
+"""Memory for low-latency rows that the ranks write into each other's, and how they meet to make room."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 
 from moe_ep._native import NativeKernels
-from moe_ep._native.low_latency import NativeLowLatency
+from moe_ep._native.low_latency import LowLatencyCallKernels, NativeIpcLowLatency, NativeLowLatency
 from moe_ep.backends.node_memory import NodeMemory
 from moe_ep.errors import ConfigError
 
@@ -14,7 +15,7 @@ _SPARE_SMS = 4  # for kernels that are not ours: a call of ours may wait for wha
 _GENERATIONS = 16  # of this memory within one of the backend's
 
 
-class NodeLowLatencyMemory:
+class NodeLowLatencyMemory(ABC):
     """One rank's part. Nothing is allocated before the first call. Collective: `meet`.
 
     Attributes:
@@ -32,6 +33,23 @@ class NodeLowLatencyMemory:
         self._is_intact = False  # every rank's memory is open here
         self._is_agreed = False  # and so it is on all ranks
         self._num_meetings = 0  # since the backend's generation began
+
+    @property
+    @abstractmethod
+    def calls(self) -> LowLatencyCallKernels:
+        """The extension that makes what the calls are handed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the others' memory. Nothing of this rank runs."""
+
+    @abstractmethod
+    def _make(self, name: str) -> None:
+        """Makes `native`. Collective; `name` is used once."""
+
+    @abstractmethod
+    def _replace(self, name: str, num_words: int, num_bytes: int) -> None:
+        """Room for so much a slot, open on all ranks, its words zero. Collective, as `_make`."""
 
     def is_ready(self, needs: tuple[int, int]) -> bool:
         """Whether all ranks have (words, bytes) a slot."""
@@ -110,16 +128,10 @@ class NodeLowLatencyMemory:
 
     def _rebuild(self, name: str, num_words: int, num_bytes: int) -> None:
         if not self._has_native:
-            self.native = self._kernels.LowLatency(self._node.exchange)
+            self._make(name)
             self._has_native = True
         self._is_intact = self._is_agreed = False
-        self.native.close()
-        self._node.gather(f"{name}/closed", "")
-        self.native.allocate(num_words, num_bytes)
-        exported = self._node.gather(f"{name}/memory", self.native.export_own().hex())
-        for peer, text in enumerate(exported):
-            if peer != self._node.rank:
-                self.native.open(peer, bytes.fromhex(text))
+        self._replace(name, num_words, num_bytes)
         self._begin()
         # Nobody sends before all have zeroed their states and opened all memory.
         self._node.gather(f"{name}/open", "")
@@ -127,3 +139,28 @@ class NodeLowLatencyMemory:
 
     def _begin(self) -> None:
         self.native.begin(self._node.generation * _GENERATIONS + self._num_meetings % _GENERATIONS)
+
+
+class IpcLowLatencyMemory(NodeLowLatencyMemory):
+    """Memory that the others open over CUDA IPC."""
+
+    native: NativeIpcLowLatency
+
+    @property
+    def calls(self) -> LowLatencyCallKernels:
+        return self._kernels
+
+    def close(self) -> None:
+        self.native.close()
+
+    def _make(self, name: str) -> None:
+        self.native = self._kernels.LowLatency(self._node.exchange)
+
+    def _replace(self, name: str, num_words: int, num_bytes: int) -> None:
+        self.native.close()
+        self._node.gather(f"{name}/closed", "")
+        self.native.allocate(num_words, num_bytes)
+        exported = self._node.gather(f"{name}/memory", self.native.export_own().hex())
+        for peer, text in enumerate(exported):
+            if peer != self._node.rank:
+                self.native.open(peer, bytes.fromhex(text))

@@ -212,9 +212,7 @@ class NodeMemory:
             self.name = number
         else:
             self.name = 0
-        self.exchange: NativeExchange = kernels.Exchange(
-            rank=self.rank, size=len(self.ranks), timeout_secs=timeout_secs
-        )
+        self.exchange = self._make_exchange(kernels)
         self._share("control", self.exchange.export_control, self.exchange.open_control)
         # One size on all ranks: a rank finds its peers' slots by its own.
         sizes = [int(text) for text in self._gather("start/size", str(slot_bytes), timeout_secs)]
@@ -315,6 +313,9 @@ class NodeMemory:
 
     def close(self) -> None:
         self.exchange.close_segments()
+
+    def _make_exchange(self, kernels: NativeKernels) -> NativeExchange:
+        return kernels.Exchange(rank=self.rank, size=len(self.ranks), timeout_secs=self.timeout_secs)
 
     def _open(self, num_bytes: int, name: str) -> None:
         units = max(1, -(-num_bytes // _UNIT_BYTES))

@@ -10,11 +10,13 @@ import importlib
 import importlib.util
 import json
 import pickle
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from moe_ep._native.low_latency import NativeNvshmemLowLatency
 from moe_ep._native.rail import NativeNvshmemRail, NativeRail, NvshmemKernels, load_nvshmem
 from moe_ep.backends.node_memory import Gathering
 from moe_ep.errors import ConfigError
@@ -37,7 +39,7 @@ def why_no_nvshmem() -> str:
 
 
 class Watched(NamedTuple):
-    """The exchange inside the node that fails where a rail does, and the limit of its waits; csrc/internode/rail.h."""
+    """The exchange that fails where a rail or a low-latency call does, and the limit of their waits."""
 
     node_state: int
     record: int
@@ -46,16 +48,16 @@ class Watched(NamedTuple):
 
 @dataclass
 class _Made:
-    """A rail, which symmetric memory belongs to for good.
+    """A rail, or memory for low latency, which symmetric memory belongs to for good.
 
     Attributes:
-        native: the rail.
-        shape: node and processing elements, bytes of a flow.
+        native: the rail, or the memory.
+        shape: of a rail node and processing elements, bytes of a flow; of other memory its kind.
         is_idle: nobody uses it.
     """
 
-    native: NativeNvshmemRail
-    shape: tuple[tuple[int, ...], int]
+    native: NativeNvshmemRail | NativeNvshmemLowLatency
+    shape: Hashable
     is_idle: bool
 
 
@@ -71,7 +73,7 @@ class NvshmemWorld:
         self._ranks: tuple[int, ...] = ()
         self._device_idx = 0
         self._kernels: NvshmemKernels | None = None
-        self._made: list[_Made] = []  # all ranks make rails together, so a number stands for the same memory on all
+        self._made: list[_Made] = []  # all ranks make them together, so a number stands for the same memory on all
 
     @property
     def kernels(self) -> NvshmemKernels:
@@ -127,24 +129,63 @@ class NvshmemWorld:
         Raises:
             EPTimeoutError: a rank did not come.
         """
+
+        def gather_idle(idle: list[int]) -> list[list[int]]:
+            return [json.loads(text) for text in gathering.all("idle", json.dumps(idle), timeout_secs)]
+
         shape = ((node, *pes), flow_bytes)
-        idle = [number for number, made in enumerate(self._made) if made.is_idle and made.shape == shape]
-        # Ranks close buffers when they like: one may have closed more than another, or in another order.
-        notes = gathering.all("idle", json.dumps(idle), timeout_secs)
-        common = set(idle).intersection(*map(json.loads, notes))
-        if common:
-            made = self._made[min(common)]
-            made.is_idle = False
-            made.native.watch(**watched._asdict())
-            return made.native
+        rail = cast("NativeNvshmemRail | None", self._idle_of(shape, gather_idle))
+        if rail is not None:
+            rail.watch(**watched._asdict())
+            return rail
         rail = self.kernels.NvshmemRail(node=node, pes=pes, flow_bytes=flow_bytes, **watched._asdict())
         self._made.append(_Made(rail, shape, False))
         return rail
 
-    def give_back(self, rail: NativeRail) -> None:
-        """Keeps the memory of a rail for the next one."""
+    def low_latency(
+        self, rank: int, size: int, gather_idle: Callable[[list[int]], list[list[int]]], watched: Watched
+    ) -> NativeNvshmemLowLatency:
+        """Memory for low-latency rows, of whatever size: that which lies idle on all ranks, or new. Collective.
+
+        Args:
+            rank, size: this rank's place in the group that NVSHMEM was begun over, W.
+            gather_idle: every rank's list.
+            watched: as `NvshmemLowLatency` takes it.
+
+        Raises:
+            EPTimeoutError: a rank did not come.
+        """
+        memory = cast("NativeNvshmemLowLatency | None", self._idle_of("low latency", gather_idle))
+        if memory is not None:
+            memory.watch(state=watched.node_state, record=watched.record, timeout_secs=watched.timeout_secs)
+            return memory
+        memory = self.kernels.NvshmemLowLatency(
+            rank=rank,
+            size=size,
+            state=watched.node_state,
+            record=watched.record,
+            timeout_secs=watched.timeout_secs,
+        )
+        self._made.append(_Made(memory, "low latency", False))
+        return memory
+
+    def give_back(self, native: NativeRail | NativeNvshmemLowLatency) -> None:
+        """Keeps the memory of a rail, or of low latency, for the next one."""
         for made in self._made:
-            made.is_idle |= made.native is rail
+            made.is_idle |= made.native is native
+
+    def _idle_of(
+        self, shape: Hashable, gather_idle: Callable[[list[int]], list[list[int]]]
+    ) -> NativeNvshmemRail | NativeNvshmemLowLatency | None:
+        """What lies idle on all ranks; it is in use from now on."""
+        idle = [number for number, made in enumerate(self._made) if made.is_idle and made.shape == shape]
+        # Ranks close buffers when they like: one may have closed more than another, or in another order.
+        common = set(idle).intersection(*gather_idle(idle))
+        if not common:
+            return None
+        made = self._made[min(common)]
+        made.is_idle = False
+        return made.native
 
 
 @functools.cache

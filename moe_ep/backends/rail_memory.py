@@ -119,12 +119,17 @@ class RailMemory:
                 "its rail is gone, or the network between them. Look at the logs of all ranks, and start the job again."
             )
 
-    def close(self, stream: torch.cuda.Stream) -> None:
+    def close(self, stream: torch.cuda.Stream) -> bool:
         """Gives memory back that others will use, unless something of this rank is still on its way into theirs. All
         else ends with this object.
+
+        Returns:
+            Whether all is there, and symmetric memory may serve again.
         """
-        if self._hop == "nvshmem" and self._settles(stream):
-            nvshmem_world().give_back(self.native)
+        if self._hop == "ipc" or not self._settles(stream):
+            return False
+        nvshmem_world().give_back(self.native)
+        return True
 
     def _settles(self, stream: torch.cuda.Stream) -> bool:
         self.native.settle(stream.cuda_stream)

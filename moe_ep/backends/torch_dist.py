@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_ep.backends.agreement import Agreement
 from moe_ep.backends.base import DispatchPlan, DispatchRequest
 from moe_ep.backends.header import DTYPES, OPERATIONS, Header
+from moe_ep.backends.node_low_latency import NodeLowLatency
 from moe_ep.backends.plan import checked_ids, finish_plan
 from moe_ep.backends.private_group import PrivateGroup
 from moe_ep.backends.rows import pack_ids, pairs_by, poison, resize, slots_of, take, unpack_ids
@@ -62,7 +63,7 @@ class TorchDistBackend:
         return None
 
     @property
-    def low_latency(self) -> None:
+    def low_latency(self) -> NodeLowLatency | None:
         """No kernels of its own."""
         return None
 

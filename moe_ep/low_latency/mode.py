@@ -102,14 +102,15 @@ class LowLatency(ABC):
 
         A rank may send one expert at most M rows; that is more than T only if a token names an expert twice.
 
-        Where the backend has kernels (intranode) nothing waits on the host, so ids cannot be refused at once: a bad id
-        counts as -1 and rows above M are not sent, the sums of their tokens are NaN, and `check()` or the next call
-        says so. Places without a row keep what memory held, results are unwritten until the hook runs, and a call that
-        needs the place of the result two calls before it is refused while that one's hook has not run. If ranks
-        disagree, or one refuses, all counts are 0, and `check()` says why. The first call of a size makes room and
-        meets the other ranks; it cannot be captured. A call may fill its GPU, and waits for the other ranks: calls of
-        two buffers on one GPU follow each other, on one stream, say. A rank that the others have left out leaves them
-        out in turn when its own limit has passed; `low_latency_query_mask_buffer` shows it.
+        Where the backend has kernels (intranode, and internode with another hop than "torch") nothing waits on the
+        host, so ids cannot be refused at once: a bad id counts as -1 and rows above M are not sent, the sums of their
+        tokens are NaN, and `check()` or the next call says so. Places without a row keep what memory held, results are
+        unwritten until the hook runs, and a call that needs the place of the result two calls before it is refused
+        while that one's hook has not run. If ranks disagree, or one refuses, all counts are 0, and `check()` says why.
+        The first call of a size makes room and meets the other ranks; it cannot be captured. A call may fill its GPU,
+        and waits for the other ranks: calls of two buffers on one GPU follow each other, on one stream, say. A rank
+        that the others have left out leaves them out in turn when its own limit has passed;
+        `low_latency_query_mask_buffer` shows it.
 
         Args:
             x: [T, H] bfloat16, any strides, T <= M. Without FP8 also float16 and float32.

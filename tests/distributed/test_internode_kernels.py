@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moe_ep.errors import ConfigError
 from tests.distributed.conformance import check_every_routing
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.internode_jobs import as_torch_does, low_level
-from tests.helpers.played_kernels import played
+from tests.helpers.played_kernels import PlayedKernels, played
 from tests.helpers.ranks import Pools
 from tests.helpers.routing import ROUTINGS, TOKEN_COUNTS
 from tests.helpers.small_slots import slots_of
@@ -144,3 +145,18 @@ def test_a_hop_that_cannot_run_is_refused_on_every_rank_alike(
     said = ranks.run(_refused, 2, hop, backend)
     assert said[0] == said[1]
     assert sentence in said[0]
+
+
+def _more_ranks_than_the_kernels_take(group: dist.ProcessGroup) -> bool:
+    with played(group, 1, TIGHT * 8), mock.patch.object(PlayedKernels, "max_ranks", 1):
+        buffer = moe_ep.Buffer(group, backend="internode", hop="ipc", ranks_per_node=1)
+        x, idx = torch.ones(4, 8, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)
+        rows, count, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+        assert isinstance(rows, torch.Tensor)
+        y, _, _ = buffer.low_latency_combine(rows, idx, torch.ones(4, 2), handle)
+        buffer.close()
+        return count.tolist() == [8] and torch.equal(y, 2 * x)
+
+
+def test_low_latency_of_more_ranks_than_its_kernels_take_goes_through_the_host(ranks: Pools) -> None:
+    assert ranks.run(_more_ranks_than_the_kernels_take, 2) == [True, True]

@@ -30,7 +30,7 @@ from tests.distributed.test_low_latency import (
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.routing import make_inputs
 
-BACKEND = "intranode"
+SETTINGS: dict[str, Any] = {"backend": "intranode"}  # of the buffers; those between nodes have others
 LIMIT_SECS = 20.0
 # SMs that a GPU is taken to have, 0 for all. Test files that run beside each other on a GPU need it: a grid has to find
 # room as a whole, so together they must stay below what there is.
@@ -52,7 +52,7 @@ class FewerSms:
 
 
 def open_buffer(group: dist.ProcessGroup, **arguments: Any) -> moe_ep.Buffer:
-    buffer = moe_ep.Buffer(group, backend=BACKEND, **{"timeout_secs": LIMIT_SECS, **arguments})
+    buffer = moe_ep.Buffer(group, **{"timeout_secs": LIMIT_SECS, **SETTINGS, **arguments})
     if NUM_SMS:
         memory: Any = buffer.backend.low_latency._memory  # type: ignore[union-attr]
         memory._kernels = FewerSms(memory._kernels)

@@ -259,6 +259,8 @@ class FakeExchange:
         self._num_match = 0
         node.exchanges[rank] = self
 
+    state_address = record_address = 8
+
     def named(self, name: str) -> list[Launch]:
         return [launch for launch in self.launches if launch.name == name]
 

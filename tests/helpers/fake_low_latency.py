@@ -49,6 +49,7 @@ class LowLatencyNode(FakeNode):
 
 
 class LowLatencyFakeKernels(FakeKernels):
+    low_latency_max_ranks = 128
     low_latency_max_pairs = (1 << 20) - 1
     low_latency_max_scales = 1024
     low_latency_max_counts = 4096

@@ -50,6 +50,7 @@ class PlayedKernels(KernelSizes):
     """
 
     max_ranks, max_chunks, max_local_experts, max_nodes = 16, 64, 2048, 256
+    low_latency_max_ranks = 128
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
         self.group, self.ranks_per_node = group, ranks_per_node

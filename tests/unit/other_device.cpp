@@ -97,8 +97,14 @@ const char* cudaGetErrorString(cudaError_t) { return ""; }
 
 namespace moe_ep {
 
-void load_low_latency_dispatch() { bound("loading kernels"); }
-void load_low_latency_combine() { bound("loading kernels"); }
+template <>
+void load_low_latency_dispatch<StoreHop>() {
+  bound("loading kernels");
+}
+template <>
+void load_low_latency_combine<StoreHop>() {
+  bound("loading kernels");
+}
 
 namespace {
 
@@ -136,8 +142,8 @@ void call_everything() {
   on_other("Exchange::open_block", [&] { exchange->open_block(1, exchange->export_block()); });
   on_other("Exchange::begin_generation", [&] { exchange->begin_generation(1); });
   on_other("Exchange::close_segments", [&] { exchange->close_segments(); });
-  on_other("LowLatencyMemory", [&] {
-    LowLatencyMemory memory(*exchange);
+  on_other("IpcLowLatency", [&] {
+    IpcLowLatency memory(*exchange);
     memory.allocate(kBytes, kBytes);
     memory.open(1, memory.export_own());
     memory.clear();

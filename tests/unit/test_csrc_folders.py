@@ -16,7 +16,7 @@ BELOW: dict[str, set[str]] = {
     "internode": {"common", "exchange", "intranode"},
 }
 BELOW["bindings"] = set(BELOW)
-BELOW["nvshmem"] = {"exchange", "internode", "bindings"}
+BELOW["nvshmem"] = {"exchange", "low_latency", "internode", "bindings"}
 
 
 def test_every_file_of_csrc_lies_in_a_folder_that_is_named_here() -> None:

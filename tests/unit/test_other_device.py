@@ -13,7 +13,7 @@ from tests.helpers.fake_exchange import FakeNode
 from tests.helpers.host_program import ROOT, run_host_program
 from tests.unit.node_helpers import construct
 
-SOURCES = ("exchange/host.cpp", "low_latency/memory.cpp", "internode/rail.cpp")
+SOURCES = ("exchange/host.cpp", "low_latency/memory.cpp", "low_latency/memory_ipc.cpp", "internode/rail.cpp")
 
 
 @pytest.mark.timeout(300)
