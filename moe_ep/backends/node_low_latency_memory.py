@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_ep._native import NativeKernels
 from moe_ep._native.low_latency import LowLatencyCallKernels, NativeIpcLowLatency, NativeLowLatency
-from moe_ep.backends.node_memory import NodeMemory
+from moe_ep.backends.node_memory import NodeMemory, host_id
 from moe_ep.errors import ConfigError
 
 _SPARE_SMS = 4  # for kernels that are not ours: a call of ours may wait for what comes behind them on another stream
@@ -72,7 +72,7 @@ class NodeLowLatencyMemory(ABC):
         name = f"low-latency/{self._node.generation}/{self._num_meetings}"
         self._num_meetings += 1
         own = {"needs": needs, "has": self._sizes(), "refused": refused, "graph": is_in_graph, "hook": is_waited_for}
-        own["gpu"] = self._kernels.pci_bus_id()
+        own["gpu"] = f"{host_id()} {self._kernels.pci_bus_id()}"  # GPUs of two machines have the same bus numbers
         notes = [json.loads(text) for text in self._node.gather(f"{name}/begin", json.dumps(own))]
         self._check(notes, refused)
         if refused or any(note["refused"] for note in notes):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep.backends import internode_low_latency
+from moe_ep.backends import internode_low_latency, node_low_latency_memory
 from moe_ep.backends.internode_low_latency import InternodeLowLatency, most_ranks
 from moe_ep.backends.nvshmem_world import NvshmemWorld
 from moe_ep.errors import EPTimeoutError
@@ -188,6 +188,22 @@ def test_every_rank_that_is_reached_is_stored_to_unless_nodes_are_kept_apart(
 
     apart = [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
     assert between.run(work) == ([[True] * 4] * 4 if stores else apart)
+
+
+def test_gpus_of_two_machines_are_not_shared_though_their_bus_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks share each GPU; a grid takes no account of those on the other machine."""
+    between = between_nodes(monkeypatch, 2, 2, "nvshmem")
+    of_rank = scenes(4)
+    monkeypatch.setattr(LowLatencyFakeKernels, "pci_bus_id", lambda self: "0000:01:00.0")
+    monkeypatch.setattr(node_low_latency_memory, "host_id", lambda: f"host {between.node.rank // 2}")
+
+    def work(buffer: Any, rank: int) -> int:
+        of_rank[rank].round_trip(buffer)
+        return int(buffer.backend.low_latency._memory.num_blocks)
+
+    assert between.run(work) == [128 // 2] * 4
 
 
 def test_memory_of_a_closed_buffer_serves_the_next_and_grows_there(monkeypatch: pytest.MonkeyPatch) -> None:
