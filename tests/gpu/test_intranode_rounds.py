@@ -233,7 +233,7 @@ def test_bounds_that_lead_to_different_rounds_are_refused(ranks: Pools) -> None:
     by_rank = ranks.run(_bounded, 4, "compact", 4000, [ENOUGH, 3000, ENOUGH, ENOUGH], False, timeout_secs=90)
     for _, all_nan, kind, text in by_rank:
         assert all_nan
-        assert kind is moe_ep.ConfigError
+        assert kind is RuntimeError
         assert "the rounds of a combine (which follow from max_rows): rank 0 has 2, rank 1 has 1" in text
 
 
@@ -272,10 +272,10 @@ def _refused(group: dist.ProcessGroup, bad_rank: int) -> tuple[bool, type[BaseEx
 
 @pytest.mark.parametrize("bad_rank", [0, 3])
 def test_a_refusal_ends_all_rounds_on_all_ranks(ranks: Pools, bad_rank: int) -> None:
-    for all_nan, kind, text in ranks.run(_refused, 4, bad_rank, timeout_secs=90):
+    for rank, (all_nan, kind, text) in enumerate(ranks.run(_refused, 4, bad_rank, timeout_secs=90)):
         assert all_nan
-        assert kind is ValueError
-        assert f"EP rank {bad_rank} refused combine" in text or "rows" in text
+        assert kind is (ValueError if rank == bad_rank else RuntimeError)  # at once, or by check()
+        assert f"EP rank {bad_rank} refused combine: " in text
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
