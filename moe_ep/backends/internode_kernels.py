@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,15 @@ OVERLAPPING_ROUNDS, MIN_ROUND_TOKENS = 4, 512  # of a call with many tokens
 _ROUNDS, _NOT_HERE = "internode/rounds", "internode/not-here"  # under which a handle keeps them
 
 
+class _Beside(NamedTuple):
+    """Weights that are summed behind the rows of a combine, as a part of it: number of their dtype; bytes of a row, or
+    of its weights where those are more.
+    """
+
+    dtype: int
+    widest_bytes: int
+
+
 class InternodeKernelsBackend(InternodeBackend):
     """See `moe_ep.backends.base.Backend`.
 
@@ -64,6 +73,7 @@ class InternodeKernelsBackend(InternodeBackend):
             self._legs.tell_reasons(self.rail)
         self._calls = TwoHopCalls(self._legs, self.rail, kernels)
         self._kernels, self.hop = kernels, str(hop)
+        self._beside: _Beside | None = None
         self._low_latency: InternodeLowLatency | None = None
         if len(self.ranks) <= most_ranks(kernels, topology.num_nodes, hop):
             every = (group, topology, hop, kernels, self._legs, self.rail, timeout_secs)
@@ -114,14 +124,22 @@ class InternodeKernelsBackend(InternodeBackend):
         self, handle: DispatchHandle, grad_rows: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         grad_x = grad_weights = None
+        if not handle.weights_need_grad:
+            grad_row_weights = None
+        widest_bytes, opens = 0, True
         if handle.x_needs_grad:
             self._check_rows("dispatch backward", grad_rows)
-            grad_x = self._sum_home(handle, grad_rows, None, "dispatch backward")
-        if handle.weights_need_grad and grad_row_weights is not None:
-            grad_weights = self._gather_weights(handle, grad_row_weights)
+            if grad_row_weights is not None:
+                widest_bytes, opens = _widest(handle, grad_rows, grad_row_weights), False
+            header = _header("dispatch backward", handle, grad_rows)
+            grad_x = self._bring_home(handle, header, grad_rows, None, widest_bytes=widest_bytes)
+        if grad_row_weights is not None:
+            grad_weights = self._gather_weights(handle, grad_row_weights, opens, widest_bytes)
         return grad_x, grad_weights
 
-    def _gather_weights(self, handle: DispatchHandle, grad_row_weights: Tensor) -> Tensor:
+    def _gather_weights(
+        self, handle: DispatchHandle, grad_row_weights: Tensor, opens: bool = True, widest_bytes: int = 0
+    ) -> Tensor:
         """Each slot has one term, so a sum of rows of K numbers brings them home; -0 leaves every term as it is."""
         num_topk, wide = handle.num_topk, accumulation_dtype(grad_row_weights.dtype)
         numbers = grad_row_weights.to(wide)
@@ -134,7 +152,8 @@ class InternodeKernelsBackend(InternodeBackend):
         else:
             slot_R = (handle.row_pair % num_topk).unsqueeze(1)
             terms_RK = numbers.new_full((handle.num_rows, num_topk), -0.0).scatter_(1, slot_R, numbers.unsqueeze(1))
-        came_TK = self._sum_home(handle, terms_RK, None, "dispatch backward")
+        header = _header("dispatch backward", handle, terms_RK)
+        came_TK = self._bring_home(handle, header, terms_RK, None, (), opens, widest_bytes)
         return came_TK.masked_fill(handle.slot_rank < 0, 0).to(grad_row_weights.dtype)
 
     # -- combine ----------------------------------------------------------------------------------------------------
@@ -144,6 +163,9 @@ class InternodeKernelsBackend(InternodeBackend):
     ) -> bool:
         """Nobody waits for the others' wishes here: all ranks join the backward where gradients are enabled."""
         self._check_rows("combine", rows)
+        self._beside = None
+        if weights is not None and handle.layout == "compact" and not exact:
+            self._beside = _Beside(dtype_number(weights.dtype), _widest(handle, rows, weights))
         return torch.is_grad_enabled()
 
     def combine(
@@ -154,30 +176,44 @@ class InternodeKernelsBackend(InternodeBackend):
         exact: bool,
         bias: Sequence[Tensor] = (),
     ) -> Tensor:
+        beside, self._beside = self._beside, None
         if not exact:
-            return self._sum_home(handle, rows, weights, "combine", bias)
+            header = _header("combine", handle, rows, weights)
+            if beside is None:
+                return self._bring_home(handle, header, rows, weights, bias)
+            header = replace(header, weights_dtype=beside.dtype)
+            y = self._bring_home(handle, header, rows, weights, bias, widest_bytes=beside.widest_bytes)
+            self._beside = beside
+            return y
         self._legs.must_not_capture("an exact combine between nodes")
         self._calls.agree(_header("combine", handle, rows, weights, exact=True))
         super().open_combine(handle, rows, weights, exact, needs_grad=False)  # makes a route where a rank has none
         return super().combine(handle, rows, weights, exact, bias)
 
     def sum_weights(self, handle: DispatchHandle, weights: Tensor) -> Tensor:
-        return self._sum_home(handle, weights, None, "combine")
+        """Where `open_combine` was told of them, a part of the combine before."""
+        beside, self._beside = self._beside, None
+        header = _header("combine", handle, weights)
+        if beside is None:
+            return self._bring_home(handle, header, weights, None)
+        return self._bring_home(handle, header, weights, None, (), False, beside.widest_bytes)
 
-    def _sum_home(
+    def _bring_home(
         self,
         handle: DispatchHandle,
+        header: Header,
         rows: Tensor,
         weights: Tensor | None,
-        what: str,
         bias: Sequence[Tensor] = (),
+        opens: bool = True,
+        widest_bytes: int = 0,
     ) -> Tensor:
-        header = _header(what, handle, rows, weights)
-        routes = self._prepare(header, handle, _row_bytes(rows))
+        """Both parts of a call of two, of which the second does not open it, give the bytes of the wider rows."""
+        routes = self._prepare(header, handle, max(_row_bytes(rows), widest_bytes))
         self._calls.num_sms = self.num_sms
         factors = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
         self._count(routes.homeward.num_crossing, _row_bytes(rows))
-        return self._calls.combine(routes, header, rows, factors, bias, self.joins_stream)
+        return self._calls.combine(routes, header, rows, factors, bias, self.joins_stream, opens, widest_bytes)
 
     def combine_backward(
         self, handle: DispatchHandle, grad_y: Tensor, rows: Tensor | None, weights: Tensor | None
@@ -360,3 +396,8 @@ def _header(
 def _row_bytes(rows: Tensor) -> int:
     """As they travel: a multiple of 16."""
     return -(-rows.shape[1] * rows.element_size() // 16) * 16
+
+
+def _widest(handle: DispatchHandle, rows: Tensor, numbers: Tensor) -> int:
+    """Bytes of a row, or of K numbers that come home beside it, as they travel."""
+    return max(_row_bytes(rows), -(-handle.num_topk * accumulation_dtype(numbers.dtype).itemsize // 16) * 16)

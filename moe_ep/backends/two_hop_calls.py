@@ -11,7 +11,8 @@ before the last, so it is launched behind them. Hence streams may share a queue 
 kernels that run, as the first one of a kernel can.
 
 Every call is opened first: the ranks agree on it on the device, and where they do not, all that is launched for it
-leaves (`NodeLegs.open`). The host waits for that only where it has to go on itself.
+leaves (`NodeLegs.open`). The host waits for that only where it has to go on itself. Rows and weights that go home one
+after the other are one call: a rank that refuses it, or raises before its second part, is missed by nobody there.
 """
 
 from __future__ import annotations
@@ -169,8 +170,13 @@ class TwoHopCalls:
         weights: Tensor | None = None,
         bias: Sequence[Tensor] = (),
         joins: bool = True,
+        opens: bool = True,
+        widest_bytes: int = 0,
     ) -> Tensor:
-        """Rows [R, H] home, summed: slots, then the ranks of a node, then nodes behind the tensors of `bias`."""
+        """Rows [R, H] home, summed: slots, then the ranks of a node, then nodes behind the tensors of `bias`.
+
+        Without `opens` it is part of the call before, which made room for `widest_bytes` a row.
+        """
         given, operation = rows.shape[1], OPERATIONS[header.operation]
         rows = aligned(rows).contiguous()
         bias = tuple(aligned(tensor).contiguous() for tensor in bias)
@@ -179,8 +185,9 @@ class TwoHopCalls:
         straight = routes.straight is not None and bool(routes.calls)
         own = rows if straight else torch.empty_like(y) if routes.calls else y
         calls = () if straight else (routes.own, *routes.calls)
-        most_bytes = max((self._node.needs_of_sums(call, row_bytes) for call in calls), default=0)
-        num_sms = self._begin(routes, header, row_bytes, most_bytes)
+        widest_bytes = max(row_bytes, widest_bytes)
+        most_bytes = max((self._node.needs_of_sums(call, widest_bytes) for call in calls), default=0)
+        num_sms = self._begin(routes, header, row_bytes, most_bytes, opens)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)
             leaving = [(rows.data_ptr(), row_bytes, row_bytes)]
@@ -256,8 +263,21 @@ class TwoHopCalls:
         """The calls inside the node have more to do: they take up what came, and the own rows as well."""
         return max(1, self.num_sms // 3)
 
-    def _begin(self, routes: RailRoutes, header: Header, row_bytes: int, most_bytes: int) -> int:
+    def _begin(self, routes: RailRoutes, header: Header, row_bytes: int, most_bytes: int, opens: bool = True) -> int:
         """Opens a call behind the caller's stream, and makes room in the slots; SMs of the calls inside the node."""
+        if opens:
+            self._open_with_room(routes, header, row_bytes, most_bytes)
+        else:
+            assert not self._node.lacks_room(most_bytes), "the call was opened without room for all of it"
+            self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
+        with torch.cuda.stream(self.stream):
+            self._node.hold_for_graph(routes)
+        if not routes.calls:
+            return self.num_sms
+        self._sending.wait_stream(self.stream)  # the first round is counted from where the last call ended
+        return max(1, self.num_sms - self._rail_sms)
+
+    def _open_with_room(self, routes: RailRoutes, header: Header, row_bytes: int, most_bytes: int) -> None:
         grows = self._node.lacks_room(most_bytes)
         if grows and (obstacle := self._node.why_not_grow(most_bytes)) is not None:
             self.refuse(header, status_of(obstacle), obstacle)  # the other nodes do not know
@@ -265,12 +285,6 @@ class TwoHopCalls:
         if grows:  # together with the ranks of the node alone, so not before all ranks agree
             self._node.await_go(OPERATIONS[header.operation], question)
             self._node.make_room(routes.own, row_bytes, most_bytes)
-        with torch.cuda.stream(self.stream):
-            self._node.hold_for_graph(routes)
-        if not routes.calls:
-            return self.num_sms
-        self._sending.wait_stream(self.stream)  # the first round is counted from where the last call ended
-        return max(1, self.num_sms - self._rail_sms)
 
     def _end(self, tensors: tuple[object, ...], joins: bool) -> None:
         if joins:

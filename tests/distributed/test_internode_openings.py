@@ -114,29 +114,82 @@ def test_what_goes_on_on_the_host_raises_a_refusal_at_once_and_is_not_told_again
         assert said.endswith(": no tokens today.")
 
 
-def _one_node_cannot_grow(group: dist.ProcessGroup) -> str:
+def _one_node_cannot_grow(group: dist.ProcessGroup, name: str, layout: str) -> str:
     """A graph holds the slots of the ranks of node 0, which are too small for the rows; those of node 1 have room."""
-    with played(group, 2, TIGHT), scene(group, "ipc", "cpu", 2, "expert_major") as here:
+    with played(group, 2, TIGHT), scene(group, "ipc", "cpu", 2, layout) as here:
         legs = here.backend._legs  # type: ignore[attr-defined]
         before, full = legs._exchange.slot_bytes, here.buffer.rank < 2
         if full:
             legs._exchange.slot_bytes, legs._is_in_graph = 16, True
             with pytest.raises(RuntimeError) as caught:
-                here.call("combine")
+                here.call(name)
             said = str(caught.value)
         else:
-            assert bool(here.call("combine")[0].isnan().all())
+            assert all(bool(output.isnan().all()) for output in here.call(name))
             said = here.said()
+            assert "more call" not in said
         legs._exchange.slot_bytes = before
         assert torch.equal(here.call("cached dispatch")[0], here.rows)
         assert here.said() == ""
     return said
 
 
-def test_a_node_whose_memory_cannot_grow_tells_the_others_before_any_row_moves(ranks: Pools) -> None:
-    for said in ranks.run(_one_node_cannot_grow, 4):
-        assert said.startswith("EP rank 0 refused combine: the call needs ")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("combine", "expert_major"), ("dispatch backward", "expert_major"), ("dispatch backward", "compact")],
+)
+def test_a_node_whose_memory_cannot_grow_tells_the_others_before_any_row_moves(
+    ranks: Pools, name: str, layout: str
+) -> None:
+    """Also where the call has a second part, the weights' gradient, to which the ranks that raise do not come."""
+    for said in ranks.run(_one_node_cannot_grow, 4, name, layout):
+        assert said.startswith(f"EP rank 0 refused {name}: the call needs ")
         assert "because a CUDA graph holds addresses in it" in said
+
+
+# -- calls of two parts -----------------------------------------------------------------------------------------------
+
+
+def _weights_beside(group: dist.ProcessGroup, ranks_per_node: int, odd: str) -> str:
+    """Sums of rows and of their weights, as DeepEP asks for them at once; then the last rank errs, as `odd` says."""
+    with played(group, ranks_per_node, TIGHT), scene(group, "ipc", "cpu", ranks_per_node, "compact") as here:
+        right, is_last = here.call("combine"), here.buffer.rank == here.buffer.group_size - 1
+        rows, weights = here.rows, here.row_weights
+        for _ in range(2):
+            with no_host():
+                y, summed, _ = here.buffer.combine(rows, here.handle, weights)
+            assert summed is not None
+            assert torch.equal(y, right[0])
+            assert torch.equal(summed, right[1])
+        if odd == "refuses" and is_last:
+            with pytest.raises(ValueError, match="refused combine: ") as caught:
+                here.buffer.combine(rows[:-1], here.handle, weights)
+            said = str(caught.value)
+        else:
+            given = None if odd == "sums no weights" and is_last else weights
+            y, summed, _ = here.buffer.combine(rows, here.handle, given)
+            assert all(bool(sums.isnan().all()) for sums in (y, summed) if sums is not None)
+            said = here.said()
+        assert torch.equal(here.call("cached dispatch")[0], here.rows)
+        for one, two in zip(here.call("combine"), right, strict=True):
+            assert torch.equal(one, two)
+        assert here.said() == ""
+    return said
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("odd", ["refuses", "sums no weights"])
+def test_rows_and_weights_that_go_home_in_one_call_are_refused_in_one(
+    ranks: Pools, num_nodes: int, ranks_per_node: int, odd: str
+) -> None:
+    last = num_nodes * ranks_per_node - 1
+    for said in ranks.run(_weights_beside, last + 1, ranks_per_node, odd):
+        if odd == "refuses":
+            assert said.startswith(f"EP rank {last} refused combine: rows")
+        else:
+            assert "disagree on the dtype of topk_weights: rank " in said
+            assert f" has torch.float32, rank {last} has none" in said
+        assert "more call" not in said
 
 
 # -- copies of a handle -----------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ class Scene:
         return self.buffer.backend
 
     def num_exchanges(self, name: str) -> int:
-        """Of a call: rows and weights go home one after the other."""
-        return 2 if name == "dispatch backward" or (name == "combine" and self.handle.layout == "compact") else 1
+        """Of a call: sums of rows and of weights are asked for one after the other."""
+        return 2 if name == "combine" and self.handle.layout == "compact" else 1
 
     def call(self, name: str, hidden: int = HIDDEN) -> list[Tensor]:
         """The outputs of a call along the handle, with the first `hidden` numbers of each row."""
