@@ -164,8 +164,11 @@ class Backend(Protocol):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums a tensor in place over the EP group."""
 
-    def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Tells all ranks that this one refuses its input; every rank raises, this one `error` itself."""
+    def refuse(self, operation: str, error: Exception, num_parts: int = 1) -> NoReturn:
+        """Tells all ranks that this one refuses its input; every rank raises, this one `error` itself.
+
+        `num_parts`: 2 where rows and their weights would go home one after the other.
+        """
 
     def settle(self) -> None:
         """Before a call whose host waits for all ranks, and before it is refused: raises what became of the last sum.

@@ -123,6 +123,11 @@ class DeviceFaults:
         self._memory.leave_text(self._reason_name(self._exchange.answer()[1]), text)
         self._take_quietly()
 
+    def some_go_on_with(self, operation: str) -> bool:
+        """Whether some rank came to the call that was answered last along a handle, so that its host does not wait."""
+        headers = [header_of(words) for words in self._headers()]
+        return any(header.operation == OPERATIONS.index(operation) and header.layout >= 0 for header in headers)
+
     def needs(self, word: int) -> list[int]:
         """What each rank announced in a word of its header in the call that was answered last."""
         self._take_quietly()

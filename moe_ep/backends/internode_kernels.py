@@ -233,7 +233,8 @@ class InternodeKernelsBackend(InternodeBackend):
         self._calls.agree(Header(operation=OPERATIONS.index("all_reduce"), hidden=tensor.numel(), dtype=number))
         return super().all_reduce(tensor)
 
-    def refuse(self, operation: str, error: Exception) -> NoReturn:
+    def refuse(self, operation: str, error: Exception, num_parts: int = 1) -> NoReturn:
+        """One opening stands for all parts of a call."""
         # Inside a capture nothing runs that could tell the others; their replays will find this rank missing.
         if isinstance(error, EPTimeoutError) or self._legs.is_closed or torch.cuda.is_current_stream_capturing():
             raise error

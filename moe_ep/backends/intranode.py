@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -348,11 +349,23 @@ class IntranodeBackend(NodeCalls):
         self._settle_later("all_reduce", question)
         return tensor if out.data_ptr() == tensor.data_ptr() else tensor.copy_(out.view(tensor.shape))
 
-    def refuse(self, operation: str, error: Exception) -> NoReturn:
+    def refuse(self, operation: str, error: Exception, num_parts: int = 1) -> NoReturn:
         # Inside a capture nothing runs that could tell the others; their replays will find this rank missing.
         if isinstance(error, EPTimeoutError) or self._closed or torch.cuda.is_current_stream_capturing():
             raise error
         self._unsettled = None  # what the caller gets is this error
+        try:
+            self._refuse_part(operation, error)
+        except EPTimeoutError:
+            raise
+        except Exception:
+            # Others have started the further parts, which are calls of their own; unless they wait for room.
+            for _ in range(num_parts - 1 if self._faults.some_go_on_with(operation) else 0):
+                with suppress(RuntimeError, TypeError, ValueError):
+                    self._refuse_part(operation, error)
+            raise
+
+    def _refuse_part(self, operation: str, error: Exception) -> NoReturn:
         question = self._send_header(Header(operation=OPERATIONS.index(operation)), status_of(error), 0)
         self._faults.await_answer(operation, question, self._host_limit_secs)
         self._faults.refused(operation, error, self._join_rows)

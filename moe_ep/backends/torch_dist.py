@@ -286,7 +286,8 @@ class TorchDistBackend:
         self._agreement.exchange(header, None)
         return tensor if self._group is None else self._group.all_reduce(tensor, "all_reduce")
 
-    def refuse(self, operation: str, error: Exception) -> NoReturn:
+    def refuse(self, operation: str, error: Exception, num_parts: int = 1) -> NoReturn:
+        """The other ranks wait for the headers of the first part, and come to no other."""
         self._agreement.exchange(Header(operation=OPERATIONS.index(operation)), error)
         raise error
 

@@ -297,7 +297,7 @@ class NormalMode(ABC):
             x = x.detach() if x.requires_grad else x
             weights = None if topk_weights is None else _row_weights(topk_weights, handle)
         except (TypeError, ValueError, RuntimeError) as error:
-            backend.refuse("combine", error)
+            backend.refuse("combine", error, num_parts=1 if topk_weights is None else 2)
         if config is not None:
             backend.num_sms = max(1, config.num_sms)
         backend.joins_stream = not async_finish

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import moe_ep
 from moe_ep.handle import DispatchHandle
 from tests.helpers import opening_jobs
-from tests.helpers.opening_jobs import CALLS, HIDDEN, no_host, scene
+from tests.helpers.opening_jobs import CALLS, HIDDEN, check_weights_beside, no_host, scene
 from tests.helpers.played_kernels import played
 from tests.helpers.ranks import Pools
 
@@ -150,46 +150,14 @@ def test_a_node_whose_memory_cannot_grow_tells_the_others_before_any_row_moves(
 # -- calls of two parts -----------------------------------------------------------------------------------------------
 
 
-def _weights_beside(group: dist.ProcessGroup, ranks_per_node: int, odd: str) -> str:
-    """Sums of rows and of their weights, as DeepEP asks for them at once; then the last rank errs, as `odd` says."""
-    with played(group, ranks_per_node, TIGHT), scene(group, "ipc", "cpu", ranks_per_node, "compact") as here:
-        right, is_last = here.call("combine"), here.buffer.rank == here.buffer.group_size - 1
-        rows, weights = here.rows, here.row_weights
-        for _ in range(2):
-            with no_host():
-                y, summed, _ = here.buffer.combine(rows, here.handle, weights)
-            assert summed is not None
-            assert torch.equal(y, right[0])
-            assert torch.equal(summed, right[1])
-        if odd == "refuses" and is_last:
-            with pytest.raises(ValueError, match="refused combine: ") as caught:
-                here.buffer.combine(rows[:-1], here.handle, weights)
-            said = str(caught.value)
-        else:
-            given = None if odd == "sums no weights" and is_last else weights
-            y, summed, _ = here.buffer.combine(rows, here.handle, given)
-            assert all(bool(sums.isnan().all()) for sums in (y, summed) if sums is not None)
-            said = here.said()
-        assert torch.equal(here.call("cached dispatch")[0], here.rows)
-        for one, two in zip(here.call("combine"), right, strict=True):
-            assert torch.equal(one, two)
-        assert here.said() == ""
-    return said
-
-
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (2, 2)])
 @pytest.mark.parametrize("odd", ["refuses", "sums no weights"])
 def test_rows_and_weights_that_go_home_in_one_call_are_refused_in_one(
     ranks: Pools, num_nodes: int, ranks_per_node: int, odd: str
 ) -> None:
     last = num_nodes * ranks_per_node - 1
-    for said in ranks.run(_weights_beside, last + 1, ranks_per_node, odd):
-        if odd == "refuses":
-            assert said.startswith(f"EP rank {last} refused combine: rows")
-        else:
-            assert "disagree on the dtype of topk_weights: rank " in said
-            assert f" has torch.float32, rank {last} has none" in said
-        assert "more call" not in said
+    for said in ranks.run(_played, last + 1, "weights_beside", ranks_per_node, odd):
+        check_weights_beside(said, last, odd)
 
 
 # -- copies of a handle -----------------------------------------------------------------------------------------------

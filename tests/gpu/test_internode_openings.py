@@ -15,9 +15,11 @@ from tests.helpers.opening_jobs import (
     CALLS,
     HIDDEN,
     calls_stay_on_the_device,
+    check_weights_beside,
     disagreements,
     random_calls,
     refusals,
+    weights_beside,
 )
 from tests.helpers.ranks import Pool, Pools
 
@@ -64,6 +66,16 @@ def test_ranks_that_differ_are_told_on_what_and_which(
         assert f"rank {odd} has {HIDDEN // 2}" in width
         assert f"rank {odd} has combine backward" in operation
         assert "disagree on the routing of the dispatch that is combined" in handle
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize("odd", ["refuses", "sums no weights"])
+def test_rows_and_weights_that_go_home_in_one_call_are_refused_in_one(
+    ranks: Pools, num_nodes: int, ranks_per_node: int, odd: str
+) -> None:
+    last = num_nodes * ranks_per_node - 1
+    for said in ranks.run(weights_beside, last + 1, "ipc", "cuda", ranks_per_node, odd):
+        check_weights_beside(said, last, odd)
 
 
 def _in_rounds(group: dist.ProcessGroup, *args: Any) -> int:

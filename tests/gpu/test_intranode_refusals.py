@@ -132,6 +132,40 @@ def test_a_combine_that_one_rank_refuses_gives_the_others_nan_and_a_sentence(
                 assert all(part in said[1] for part in bad.says), said[1]
 
 
+def _weights_beside(group: dist.ProcessGroup) -> tuple[bool, str]:
+    """Rank 1 gives too few rows to a combine that sums weights too; then all make it right."""
+    with open_buffer(group, BACKEND) as buffer:
+        x, weights = torch.ones(5, 8, device="cuda"), torch.rand(5, 2, device="cuda")
+        idx = torch.arange(10, device="cuda").view(5, 2) % buffer.group_size
+        out = moe_ep.dispatch(buffer, x, idx, weights, num_experts=buffer.group_size, layout="compact")
+        right, right_weights, _ = buffer.combine(out.x, out.handle, out.topk_weights)
+        is_nan, text = True, ""
+        for _ in range(2):
+            if buffer.rank == 1:
+                text = caught(lambda: buffer.combine(out.x[:-1], out.handle, out.topk_weights))[1]
+            else:
+                y, summed, _ = buffer.combine(out.x, out.handle, out.topk_weights)
+                torch.cuda.synchronize()
+                assert summed is not None
+                is_nan = bool(y.isnan().all()) and bool(summed.isnan().all())
+                text = caught(buffer.check)[1]
+            again, again_weights, _ = buffer.combine(out.x, out.handle, out.topk_weights)
+            assert torch.equal(again, right)
+            assert again_weights is not None
+            assert right_weights is not None
+            assert torch.equal(again_weights, right_weights)
+        buffer.check()
+        assert_works(buffer, group, Setup(BACKEND, "compact", buffer.group_size))
+        return is_nan, text
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_combine_that_sums_weights_too_is_refused_with_both_of_its_parts(ranks: Pools, world: int) -> None:
+    for is_nan, text in ranks.run(_weights_beside, world):
+        assert is_nan
+        assert text.startswith("EP rank 1 refused combine: ")
+
+
 def test_combine_settings_that_differ_give_nan_and_a_sentence_on_every_rank(ranks: Pools) -> None:
     by_rank = ranks.run(_combine_badly, 3, "expert_major", [bad.name for bad in DISAGREE_IN_COMBINE], timeout_secs=100)
     for bad, *by_case in zip(DISAGREE_IN_COMBINE, *by_rank, strict=True):

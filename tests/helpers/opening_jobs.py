@@ -177,6 +177,44 @@ def disagreements(group: dist.ProcessGroup, hop: str, device: str, ranks_per_nod
     return said
 
 
+def weights_beside(group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: int, odd: str) -> str:
+    """Sums of rows and of their weights, as DeepEP asks for them at once; then the last rank errs, as `odd` says."""
+    with scene(group, hop, device, ranks_per_node, "compact") as here:
+        right, is_last = here.call("combine"), here.buffer.rank == here.buffer.group_size - 1
+        rows, weights = here.rows, here.row_weights
+        for _ in range(2):
+            with no_host():
+                y, summed, _ = here.buffer.combine(rows, here.handle, weights)
+            assert summed is not None
+            assert_same_bits(y, right[0], "sums of rows")
+            assert_same_bits(summed, right[1], "sums of weights")
+        if odd == "refuses" and is_last:
+            with pytest.raises(ValueError, match="refused combine: ") as caught:
+                here.buffer.combine(rows[:-1], here.handle, weights)
+            said = str(caught.value)
+        else:
+            given = None if odd == "sums no weights" and is_last else weights
+            y, summed, _ = here.buffer.combine(rows, here.handle, given)
+            here.synchronize()
+            assert all(bool(sums.isnan().all()) for sums in (y, summed) if sums is not None)
+            said = here.said()
+        assert_same_bits(here.call("cached dispatch")[0], here.rows, "rows of the next call")
+        for one, two in zip(here.call("combine"), right, strict=True):
+            assert_same_bits(one, two, "sums of a later call")
+        assert here.said() == ""
+    return said
+
+
+def check_weights_beside(said: str, last: int, odd: str) -> None:
+    """What a rank is told of it."""
+    if odd == "refuses":
+        assert said.startswith(f"EP rank {last} refused combine: rows")
+    else:
+        assert "disagree on the dtype of topk_weights: rank " in said
+        assert f" has torch.float32, rank {last} has none" in said
+    assert "more call" not in said
+
+
 def random_calls(
     group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: int, layout: str, num_calls: int
 ) -> int:

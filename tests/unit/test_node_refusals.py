@@ -163,6 +163,31 @@ def test_a_refusal_is_the_same_error_on_all_ranks(node: FakeNode, kind: type[Exc
     assert backends[0]._num_calls == backends[1]._num_calls
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_rows_and_weights_that_the_others_sum_are_refused_one_after_the_other(node: FakeNode, grows: bool) -> None:
+    """Two calls of the others, whose hosts do not wait; or none, where they ask for room first and hear of it there."""
+    backends = construct(node)
+    handle = make_handle("compact", rank=0)
+    if grows:
+        fake_of(backends[0]).slot_bytes = 16
+
+    def call(rank: int) -> tuple[type[BaseException] | None, str]:
+        if rank == 1:
+            return caught(lambda: backends[1].refuse("combine", ValueError("x has 3 rows."), num_parts=2))
+
+        def sums() -> None:
+            backends[0].combine(handle, torch.ones(handle.num_rows, 8), None, False)
+            backends[0].sum_weights(handle, torch.ones(handle.num_rows, handle.num_topk))
+
+        return caught(sums)
+
+    refused = ValueError, "EP rank 1 refused combine: x has 3 rows."
+    assert node.run(call) == [refused if grows else (None, ""), refused]
+    assert names(backends[0]) == (["header_only"] if grows else ["combine", "numbers_home"])
+    assert names(backends[1]) == ["header_only"] * len(names(backends[0]))
+    assert backends[0]._num_calls == backends[1]._num_calls
+
+
 def test_a_sum_that_met_a_refusal_is_raised_before_the_next_wait_for_the_rank_that_left(node: FakeNode) -> None:
     backends = construct(node)
     error = ValueError("x has 128 columns.")
