@@ -65,7 +65,8 @@ def test_a_wheel_holds_every_module_behind_the_symlinks(checkout: Path, tmp_path
 def test_an_sdist_holds_the_kernels_and_builds_the_same_wheel(checkout: Path, tmp_path: Path) -> None:
     sdist = build("sdist", checkout, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # patch releases before 3.11.4 have none
+        archive.extractall(tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     on_disk = {path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*")}
     assert {path.relative_to(unpacked) for path in (unpacked / "csrc").rglob("*")} == on_disk
