@@ -15,6 +15,7 @@ import argparse
 import sys
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,6 +26,7 @@ from benchmarks.processes import run
 from benchmarks.routing import ROUTINGS, Shape
 from benchmarks.suites import Job
 from benchmarks.systems import CASES
+from moe_ep.topology import HopChoice
 
 
 def _arguments() -> argparse.Namespace:
@@ -32,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run")
     parser.add_argument("--backend", default=None, help="of moe_ep.Buffer (default: torch on cpu, intranode on cuda)")
     parser.add_argument("--ranks-per-node", type=int, help="for internode: ranks that stand for a node")
-    parser.add_argument("--hop", choices=["auto", "torch", "ipc", "nvshmem"], default="auto", help="for internode")
+    parser.add_argument("--hop", choices=get_args(HopChoice), default="auto", help="for internode")
     parser.add_argument("--world", type=int, default=2, help="ranks, one process each; they share GPUs if need be")
     parser.add_argument("--suite", choices=["marks"], help="a list of jobs, instead of the sizes below")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens a rank")

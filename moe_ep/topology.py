@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Literal
 
 from moe_ep.errors import ConfigError
+
+HopChoice = Literal["auto", "torch", "ipc", "nvshmem"]  # what carries rows between nodes
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,10 @@ _LARGEST: Final = {torch.float8_e4m3fn: MAX_E4M3, torch.float8_e5m2: 57344.0}
 
 
 class Fp8Recipe(Protocol):
-    """Casts; every call is on the stream of the caller, and only `payload` may exchange."""
+    """Casts; every call is on the stream of the caller, and only `payload` may exchange.
+
+    Activations and their gradients are written and then cast, where a recipe does not know better.
+    """
 
     alignment: int  # rows of an expert are padded to a multiple of it
 
@@ -62,6 +65,8 @@ class Fp8Recipe(Protocol):
         columns: bool = False,
     ) -> Fp8Cast:
         """weight * activate(projected): [rows, F] of each expert, the transpose, or both; no weights are 1."""
+        inner = weighted_activate(projected, row_weights, activation)
+        return self.cast("inner", inner, ranges, rows=rows, columns=columns)
 
     def activation_grads(
         self,
@@ -76,6 +81,8 @@ class Fp8Recipe(Protocol):
     ) -> tuple[Fp8Cast, Tensor | None]:
         """The gradients, from that of what `activations` casts: of projected, [rows, P] of each expert, the transpose,
         or both; and of the weights, [R] float32, if there are any."""
+        grad_projected, grad_weights = activation_grad(projected, row_weights, grad_inner, activation)
+        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns), grad_weights
 
     def cast(self, name: str, x_RK: Tensor, ranges: RowRanges, *, rows: bool, columns: bool) -> Fp8Cast:
         """Rows, their transpose, or both. Names that begin with "grad" are gradients."""
@@ -91,38 +98,7 @@ def make_recipe(config: FP8Config) -> Fp8Recipe:
     return PerTensor(config.recipe == "delayed", config.power_of_two_scales)
 
 
-class _CastAsTheyAre:
-    """Activations and their gradients of a recipe that casts what has been written, by its own `cast`."""
-
-    def activations(
-        self: Fp8Recipe,
-        projected: Tensor,
-        row_weights: Tensor | None,
-        activation: Activation,
-        ranges: RowRanges,
-        *,
-        rows: bool = False,
-        columns: bool = False,
-    ) -> Fp8Cast:
-        inner = weighted_activate(projected, row_weights, activation)
-        return self.cast("inner", inner, ranges, rows=rows, columns=columns)
-
-    def activation_grads(
-        self: Fp8Recipe,
-        projected: Tensor,
-        row_weights: Tensor | None,
-        grad_inner: Tensor,
-        activation: Activation,
-        ranges: RowRanges,
-        *,
-        rows: bool,
-        columns: bool,
-    ) -> tuple[Fp8Cast, Tensor | None]:
-        grad_projected, grad_weights = activation_grad(projected, row_weights, grad_inner, activation)
-        return self.cast("grad_projected", grad_projected, ranges, rows=rows, columns=columns), grad_weights
-
-
-class Blockwise(_CastAsTheyAre):
+class Blockwise(Fp8Recipe):
     """One scale for 1x128 elements, and for 128x128 of a weight. SwiGLU and its gradient are cast unwritten on CUDA."""
 
     alignment = 16
@@ -183,7 +159,7 @@ class Blockwise(_CastAsTheyAre):
         return fp8_blocks.cast_weights(weight_LOI, self._power_of_two, columns=columns)
 
 
-class PerTensor(_CastAsTheyAre):
+class PerTensor(Fp8Recipe):
     """One scale a tensor: from its own largest element, or (delayed) from that of earlier calls where it is larger.
 
     The history is not part of a state dict.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, get_args
+from typing import get_args
 
 import torch.distributed as dist
 
@@ -15,9 +15,7 @@ from moe_ep.backends.node_memory import why_unavailable
 from moe_ep.backends.nvshmem_world import why_no_nvshmem
 from moe_ep.backends.rail_memory import Hop
 from moe_ep.errors import ConfigError
-from moe_ep.topology import Topology
-
-HopChoice = Literal["auto", "torch", "ipc", "nvshmem"]
+from moe_ep.topology import HopChoice, Topology
 
 
 def make_internode(

@@ -48,15 +48,14 @@ def ep_problems(ep: EPConfig) -> list[Problem]:
     """Only one backend knows nodes."""
     if ep.backend == "internode":
         return []
-    given = {"ranks_per_node": (ep.ranks_per_node, "null"), "hop": (None if ep.hop == "auto" else ep.hop, "auto")}
     return [
         Problem(
             (*ep.section, name),
-            f"{dotted((*ep.section, name))} is {value}, but moe.ep.backend is {ep.backend}, which knows no nodes. Set "
-            f"the backend to internode, or {name} to {without}.",
+            f"{dotted((*ep.section, name))} is {getattr(ep, name)}, but moe.ep.backend is {ep.backend}, which knows no "
+            f"nodes. Set the backend to internode, or {name} to {spelled}.",
         )
-        for name, (value, without) in given.items()
-        if value is not None
+        for name, default, spelled in (("ranks_per_node", None, "null"), ("hop", "auto", "auto"))
+        if getattr(ep, name) != default
     ]
 
 

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from moe_ep.config import checks
 from moe_ep.config.explain import explain
 from moe_ep.config.problems import ConfigProblems, Problem
+from moe_ep.topology import HopChoice
 
 MAX_TOPK = 64  # contract: K <= 64 on every backend
 MAX_INT = 2**31 - 1  # what counts and sizes are on the device
@@ -123,9 +124,7 @@ class EPConfig(Section):
     ranks_per_node: Count | None = Field(
         default=None, description="ranks that make a node for the internode backend; null = those on one host"
     )
-    hop: Literal["auto", "torch", "ipc", "nvshmem"] = Field(
-        default="auto", description="what carries rows between nodes for the internode backend"
-    )
+    hop: HopChoice = Field(default="auto", description="what carries rows between nodes for the internode backend")
     comm_sms: Count | None = Field(
         default=None, description="SM budget of the communication kernels; null = their default"
     )

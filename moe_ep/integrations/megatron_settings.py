@@ -59,7 +59,7 @@ class Settings:
         if isinstance(source, Settings):
             return source
         ep = source if isinstance(source, EPConfig) else load_config(source).moe.ep
-        return cls(ep.backend, ep.comm_sms, ep.timeout_secs, ep.alignment, ep.exact, ep.size, ep.ranks_per_node, ep.hop)
+        return cls(**{"num_sms" if name == "comm_sms" else name: value for name, value in ep})
 
     def alignment_for(self, config: Any) -> int:
         """The padding of each expert's rows under Megatron's `config`."""
