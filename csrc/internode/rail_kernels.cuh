@@ -174,7 +174,10 @@ __device__ inline Heard hear(const Rail& rail, const RailSignals* signals, int s
   Heard heard = {kFine, 0, 0, 0};
   for (int node = 0; node < rail.num_nodes; ++node) {
     const volatile int64_t* words = signals->headers[slot][node].words;
-    const int64_t word = node == rail.node ? call.header[lane] : words[lane];
+    int64_t word = call.header[lane];  // a kernel's argument: nothing volatile, which a choice of the two would be
+    if (node != rail.node) {
+      word = words[lane];
+    }
     const int64_t status = __shfl_sync(kFullWarp, word, kStatusWord);
     const unsigned int differs = __ballot_sync(kFullWarp, lane < call.num_match && word != call.header[lane]);
     const int field = differs == 0 ? 0 : __ffs(differs) - 1;
