@@ -37,7 +37,7 @@ def rows_of_slot(slot_bytes: int, row_bytes: int) -> int:
 
 def rows_to_make_room_for(staging: Staging) -> int:
     """Rows that a slot has to hold: all, or two a token, but no fewer than one of every peer."""
-    return min(staging.most, max(ROWS_A_TOKEN * max(staging.rank_tokens, default=0), len(staging.rank_tokens) - 1))
+    return min(staging.most, max(ROWS_A_TOKEN * staging.most_tokens, len(staging.rank_tokens) - 1))
 
 
 def rounds_of(staging: Staging, world: int, slot_rows: int) -> CombineRounds:

@@ -121,7 +121,7 @@ class NodeLegs(NodeCalls):
 
     def needs(self, route: Route, row_bytes: int) -> int:
         """Bytes that a move puts into the slot of the rank with the most rows; all ranks work out the same."""
-        return route.staging.most * row_bytes if len(self.ranks) > 1 else 0
+        return route.staging.most_tokens * row_bytes if len(self.ranks) > 1 else 0
 
     def needs_of_sums(self, route: Route, row_bytes: int) -> int:
         """The same of a combine, which may run in rounds."""

@@ -12,7 +12,7 @@ import torch
 
 from moe_ep.backends import node_route
 from moe_ep.backends.intranode import IntranodeBackend
-from moe_ep.backends.node_route import route_of, staging_of
+from moe_ep.backends.node_route import Staging, route_of, staging_of
 from moe_ep.handle import DispatchHandle
 from tests.helpers.fake_exchange import FakeNode
 from tests.unit.node_helpers import NUM_ROWS, NUM_TOKENS, PATIENCE_SECS, RANK, construct, make_handle, newest, on_cpu
@@ -85,6 +85,12 @@ def test_staging_is_that_of_the_rank_with_the_most_rows() -> None:
     assert staging_of((40, 7, 2), rank_rows, 0) == (6, 40, 9, (40, 7, 2))
     assert staging_of((3,), (3,), 0) == (0, 3, 3, (3,))
     assert staging_of((0, 0), (0, 0, 0, 0), 1) == (0, 0, 0, (0, 0))
+
+
+def test_a_move_of_tokens_stages_them_and_no_more() -> None:
+    few_tokens_many_copies = staging_of((4, 3, 2), (1, 4, 4, 3, 1, 3, 2, 2, 1), 0)
+    assert (few_tokens_many_copies.most, few_tokens_many_copies.most_tokens) == (7, 4)
+    assert Staging(5, 0, 0, ()).most_tokens == 0  # only the device knows, and says so where there is no room
 
 
 def test_what_only_the_device_knows_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
