@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,6 +118,8 @@ def _does_not_fit(group: dist.ProcessGroup) -> tuple[tuple[bool, ...], tuple[typ
         with open_buffer(group, "intranode") as another:  # loads all kernels: to load one waits for a busy GPU
             out = moe_ep.dispatch(another, x[:4], idx[:4], **arguments, max_rows=16)
             moe_ep.combine(another, out.x, out.handle)
+        del another, out  # to free their memory waits for it too
+        gc.collect()
         torch.cuda.synchronize()
         keep_busy(2_000)  # so that combine is called before dispatch has failed
         out = moe_ep.dispatch(buffer, x, idx, **arguments, max_rows=16)
