@@ -24,6 +24,12 @@ __device__ inline uint32_t load_acquire_gpu(const uint32_t* word) {
   return value;
 }
 
+__device__ inline uint32_t load_relaxed_gpu(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ inline uint64_t now_ns() {
   uint64_t time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));

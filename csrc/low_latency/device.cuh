@@ -106,6 +106,7 @@ template <typename Hop>
 __device__ inline void post(const LowLatencyCall& call, int peer, uint64_t* word, uint64_t value) {
   if constexpr (Hop::kPuts) {
     if (is_far<Hop>(call, peer)) {
+      __threadfence_system();
       Hop::fence();  // an older value of the word must not come behind this one
       Hop::signal(word, value, peer);
       return;
@@ -152,12 +153,14 @@ __device__ void copy_units(char* to, const char* from, int num_units) {
 
 // -- waits --------------------------------------------------------------------------------------------------------
 
+// Masks and failures stand for nothing but their own value, so loads of them are under way beside others. What a rank
+// writes around a mask is looked at behind a fence only, by the last block.
 __device__ inline int32_t mask_of(const LowLatencyCall& call, int peer) {
-  return static_cast<int32_t>(load_acquire_gpu(reinterpret_cast<const uint32_t*>(call.mask + peer)));
+  return static_cast<int32_t>(load_relaxed_gpu(reinterpret_cast<const uint32_t*>(call.mask + peer)));
 }
 
 __device__ inline bool has_failed(const LowLatencyCall& call) {
-  return load_acquire_gpu(&call.world.state->failed) != 0;
+  return load_relaxed_gpu(&call.world.state->failed) != 0;
 }
 
 // A peer that is missing after the limit: lost, where peers may be, and otherwise the end of this exchange.
@@ -206,6 +209,18 @@ __device__ bool wait_for_peer(const LowLatencyCall& call, const LowLatencyTurn& 
   }
 }
 
+// The same until the word is of the call of `expected` or of a later one, where `seen` is a first look at it.
+template <typename Hop>
+__device__ inline bool wait_since(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
+                                  const uint64_t* word, uint64_t expected, uint64_t* seen) {
+  if (is_since(*seen, expected)) {
+    Hop::arrived(word);
+    return true;
+  }
+  return wait_for_peer<Hop>(
+      call, turn, peer, phase, word, expected, [=](uint64_t value) { return is_since(value, expected); }, seen);
+}
+
 // Until `peer` has written the word of this call; its value, or `otherwise`.
 template <typename Hop>
 __device__ inline uint32_t wait_value(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
@@ -236,22 +251,27 @@ __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatenc
                                      int32_t (&shared_mask)[kMaxLowLatencyRanks]) {
   __shared__ bool shared_fine;
   if (threadIdx.x < 32) {
+    bool fine = !has_failed(call);
     for (int peer = threadIdx.x; peer < call.world.size; peer += 32) {
       const uint64_t sent = call.state->sent[turn.slot][peer];
-      if (sent != 0 && mask_of(call, peer) == kOpen) {
-        uint64_t seen;
-        wait_for_peer<Hop>(
-            call, turn, peer, kWaitDone, &control_of(call, call.world.rank)->acks[turn.slot][peer], sent,
-            [=](uint64_t value) { return is_since(value, sent); }, &seen);  // of this call, where a block is late
+      const uint64_t* ack = &control_of(call, call.world.rank)->acks[turn.slot][peer];
+      int32_t mask = mask_of(call, peer);
+      uint64_t seen = Hop::seen(ack);  // last of all that is under way at once, for it acquires; mostly it is there
+      if (sent != 0 && mask == kOpen) {
+        wait_since<Hop>(call, turn, peer, kWaitDone, ack, sent, &seen);  // of this call, where a block is late
+        if (!is_since(seen, sent)) {
+          mask = mask_of(call, peer);
+          fine = fine && !has_failed(call);
+        }
       }
-      shared_mask[peer] = mask_of(call, peer);
+      shared_mask[peer] = mask;
       if constexpr (!Hop::kPuts) {
         break;  // there are no more
       }
     }
-    __syncwarp();
+    fine = __all_sync(kFullWarp, fine);
     if (threadIdx.x == 0) {
-      shared_fine = !has_failed(call);
+      shared_fine = fine;
     }
   }
   __syncthreads();
@@ -295,25 +315,25 @@ __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLate
                                        bool (&shared_open)[kMaxLowLatencyRanks]) {
   __shared__ bool shared_fine;
   if (threadIdx.x < 32) {
-    bool fine = true;
+    bool fine = !has_failed(call);
     for (int peer = threadIdx.x; peer < call.world.size; peer += 32) {
+      const uint64_t expected = word_of(turn, 0);
+      const uint64_t* word = &control_of(call, call.world.rank)->greetings[turn.slot][peer];
       bool open = mask_of(call, peer) == kOpen;
+      uint64_t seen = Hop::seen(word);
       if (open) {
-        const uint64_t expected = word_of(turn, 0);
-        const uint64_t* word = &control_of(call, call.world.rank)->greetings[turn.slot][peer];
-        uint64_t seen;
         // A peer that has masked this rank does not wait for it, and may be ahead by any number of calls.
-        open = wait_for_peer<Hop>(
-            call, turn, peer, kWaitHeader, word, expected, [=](uint64_t value) { return is_since(value, expected); },
-            &seen);
+        open = wait_since<Hop>(call, turn, peer, kWaitHeader, word, expected, &seen);
         if (open) {
           const uint32_t value = value_of(seen);
           open = same_call(seen, expected) && (value & kMaskedBit) == 0;
           const bool is_alike = !open || value == call.print;
-          fine = Hop::kPuts ? fine && is_alike : is_alike;
+          fine = fine && is_alike;
           if (!is_alike && reports) {
             report(call, (value & kRefusedBit) != 0 ? kPeerRefused : kDisagreement, peer, 0, 0);
           }
+        } else {
+          fine = fine && !has_failed(call);
         }
       }
       shared_open[peer] = open;
@@ -323,7 +343,7 @@ __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLate
     }
     fine = __all_sync(kFullWarp, fine);
     if (threadIdx.x == 0) {
-      shared_fine = fine && !has_failed(call);
+      shared_fine = fine;
     }
   }
   __syncthreads();
@@ -400,7 +420,10 @@ __device__ inline void end_receiving(const LowLatencyCall& call, const LowLatenc
       __syncthreads();
     }
   }
+  bool tells = false;
   if (peer < call.world.size) {
+    const bool failed = has_failed(call);
+    tells = mask_of(call, peer) != kLost && !failed;
     uint64_t& waited = call.state->waited_ns[turn.slot][peer];
     if (call.stats != nullptr) {
       call.stats[peer] += (waited + 500) / 1000;
@@ -411,8 +434,7 @@ __device__ inline void end_receiving(const LowLatencyCall& call, const LowLatenc
     call.state->num_received[turn.slot] = 0;
   }
   __syncthreads();
-  if (peer < call.world.size && !has_failed(call) && mask_of(call, peer) != kLost) {
-    __threadfence_system();
+  if (tells) {
     post<Hop>(call, peer, &control_of<Hop>(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
   }
 }

@@ -24,13 +24,13 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
   const ReceiveShared received = {shared_ints + num_cached, shared_ints + num_cached + num_keys,
                                   shared_ints + num_cached + 2 * num_keys};
   if (call.sends) {
-    for (int pair = threadIdx.x; pair < num_cached; pair += kDispatchThreads) {
-      shared_ints[pair] = key_of(in, pair);
+    if (threadIdx.x >= 32) {  // the first warp looks for acks
+      cache_keys(in, num_cached, threadIdx.x - 32, kDispatchThreads - 32, shared_ints);
     }
     const auto key_at = [&](int pair) { return pair < num_cached ? shared_ints[pair] : key_of(in, pair); };
     if (begin_sending<Hop>(call, turn, shared.mask)) {
       if (blockIdx.x == gridDim.x - 1) {
-        send_counts<Hop>(call, turn, in, shared, received.counts);
+        send_counts<Hop>(call, turn, in, key_at, shared, received.counts);
       }
       for (int token = blockIdx.x; token < in.num_tokens; token += gridDim.x) {
         send_token<Hop, kFp8>(call, turn, in, token, key_at, shared);

@@ -173,7 +173,8 @@ __device__ inline void receive_nothing(const LowLatencyCall& call, const LowLate
   // After a failure nothing may have been sent, nor said of the slots.
   const bool was_sent = !has_failed(call);
   for (int pair = threadIdx.x; pair < in.num_tokens * in.shape.num_topk; pair += kDispatchThreads) {
-    in.slot_rank[pair] = (was_sent ? in.slot_rank[pair] : key_of(in, pair)) == -1 ? -1 : kDropped;
+    const bool goes_nowhere = was_sent ? in.slot_rank[pair] == -1 : key_of(in, pair) < 0;
+    in.slot_rank[pair] = goes_nowhere ? -1 : kDropped;
   }
   if (threadIdx.x == 0) {
     in.row_places[0] = 0;

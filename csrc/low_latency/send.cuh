@@ -27,18 +27,46 @@ struct SendShared {
   int32_t bad_slot;
 };
 
-// The place of a pair's expert in one numbering of all local experts, rank by rank; -1 for none, and for a bad id.
-__device__ inline int key_of(const LowLatencyDispatch& in, int pair) {
-  const int64_t id =
-      in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[pair] : static_cast<const int32_t*>(in.ids)[pair];
-  return id < 0 || id >= in.shape.num_experts ? -1 : in.owner[id] * in.shape.most_local + in.local_idx[id];
+__device__ inline int64_t id_of(const LowLatencyDispatch& in, int pair) {
+  return in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[pair] : static_cast<const int32_t*>(in.ids)[pair];
+}
+
+// The place of an expert in one numbering of all local experts, rank by rank; kNoExpert for the id -1, kBadId for any
+// other that is none.
+constexpr int kNoExpert = -1, kBadId = -2;
+__device__ inline int key_of_id(const LowLatencyDispatch& in, int64_t id) {
+  const bool is_expert = 0 <= id && id < in.shape.num_experts;
+  const int64_t expert = is_expert ? id : 0;
+  const int key = in.owner[expert] * in.shape.most_local + in.local_idx[expert];
+  return is_expert ? key : id == -1 ? kNoExpert : kBadId;
+}
+__device__ inline int key_of(const LowLatencyDispatch& in, int pair) { return key_of_id(in, id_of(in, pair)); }
+
+// By threads `first`, `first + step` ...: keys of the first `count` pairs, whose loads are under way together.
+__device__ inline void cache_keys(const LowLatencyDispatch& in, int count, int first, int step, int32_t* keys) {
+  constexpr int kBatch = 4;
+  for (int begin = first; begin < count; begin += kBatch * step) {
+    int64_t ids[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int pair = begin + i * step;
+      ids[i] = pair < count ? id_of(in, pair) : kNoExpert;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int pair = begin + i * step, key = key_of_id(in, ids[i]);
+      if (pair < count) {
+        keys[pair] = key;
+      }
+    }
+  }
 }
 
 // By a whole block: greets all ranks and tells them how many rows each of their experts gets. `counts`: [W *
 // most_local].
-template <typename Hop>
+template <typename Hop, typename KeyAt>
 __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                                   SendShared& shared, int32_t* counts) {
+                                   const KeyAt& key_at, SendShared& shared, int32_t* counts) {
   const int num_keys = call.world.size * in.shape.most_local;
   const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
   for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
@@ -51,14 +79,11 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
     greet<Hop>(call, turn, threadIdx.x, shared.mask[threadIdx.x], call.print);
   }
   __syncthreads();
-  const auto id_of = [&](int pair) {
-    return in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[pair] : static_cast<const int32_t*>(in.ids)[pair];
-  };
   for (int pair = threadIdx.x; pair < num_pairs; pair += kDispatchThreads) {
-    const int key = key_of(in, pair);
+    const int key = key_at(pair);
     if (key >= 0) {
       atomicAdd(&counts[key], 1);
-    } else if (id_of(pair) != -1) {
+    } else if (key == kBadId) {
       atomicMin(&shared.bad_slot, pair);
     }
   }
@@ -84,7 +109,7 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
   }
   HostRecord::Fault& fault = call.world.record->bad_idx;
   if (threadIdx.x == 0 && shared.bad_slot < num_pairs && load_acquire(&fault.valid) == 0) {
-    const int64_t values[4] = {shared.bad_slot, id_of(shared.bad_slot), in.shape.num_topk, in.shape.num_experts};
+    const int64_t values[4] = {shared.bad_slot, id_of(in, shared.bad_slot), in.shape.num_topk, in.shape.num_experts};
     for (int i = 0; i < 4; ++i) {
       fault.values[i] = values[i];
     }

@@ -11,7 +11,7 @@ from moe_ep._native.low_latency import LowLatencyCallKernels, NativeIpcLowLatenc
 from moe_ep.backends.node_memory import NodeMemory, host_id
 from moe_ep.errors import ConfigError
 
-_SPARE_SMS = 4  # for kernels that are not ours: a call of ours may wait for what comes behind them on another stream
+_SPARE_SMS = 3  # for kernels that are not ours: a call of ours may wait for what comes behind them on another stream
 _GENERATIONS = 16  # of this memory within one of the backend's
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,11 +113,9 @@ def _does_not_fit(group: dist.ProcessGroup) -> tuple[tuple[bool, ...], tuple[typ
         idx[:4] = 0
         x = torch.ones(num_tokens, 8, device="cuda")
         arguments = {"num_experts": 2, "layout": "compact"}
-        with open_buffer(group, "intranode") as another:  # loads all kernels: to load one waits for a busy GPU
-            out = moe_ep.dispatch(another, x[:4], idx[:4], **arguments, max_rows=16)
-            moe_ep.combine(another, out.x, out.handle)
-        del another, out  # to free their memory waits for it too
-        gc.collect()
+        # Brings kernels and tables to the GPU, for which a later call would wait while it is busy.
+        out = moe_ep.dispatch(buffer, x[:4], idx[:4], **arguments, max_rows=16)
+        moe_ep.combine(buffer, out.x, out.handle)
         torch.cuda.synchronize()
         keep_busy(2_000)  # so that combine is called before dispatch has failed
         out = moe_ep.dispatch(buffer, x, idx, **arguments, max_rows=16)

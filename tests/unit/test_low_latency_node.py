@@ -309,7 +309,7 @@ def test_the_blocks_of_all_ranks_of_a_gpu_find_room_with_some_to_spare(
         return int(native_of(buffer).launches[-1][1].num_blocks)
 
     _, blocks = run(world, monkeypatch, work)
-    assert blocks == [128 // world] * world
+    assert blocks == [129 // world] * world
 
 
 def test_the_ranks_of_a_gpu_are_counted_by_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> None:
