@@ -10,7 +10,8 @@ namespace moe_ep {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kTile = 512;  // ids that a warp looks at together
+constexpr int kTile = 512;    // ids that a warp looks at together
+constexpr int kTogether = 4;  // loads of a thread on their way at once
 
 // Where the weights lie behind the ids in a rank's slot.
 __device__ inline int64_t weights_offset(int64_t num_tokens, int num_topk) {
@@ -68,6 +69,7 @@ __device__ inline int load_tile(const Chunk& chunk, int num_topk, int64_t first,
 __device__ inline uint32_t ranks_of_token(const PlanInput& in, const int32_t* tile, int token, int num_tokens) {
   uint32_t ranks = 0;
   if (token < num_tokens) {
+#pragma unroll kTogether
     for (int k = 0; k < in.num_topk; ++k) {
       const int32_t id = tile[token * in.num_topk + k];
       ranks |= id >= 0 ? 1u << in.owner[id] : 0u;
@@ -77,7 +79,52 @@ __device__ inline uint32_t ranks_of_token(const PlanInput& in, const int32_t* ti
 }
 
 __device__ inline int local_expert(const World& world, const PlanInput& in, int32_t id) {
-  return id >= 0 && in.owner[id] == world.rank ? in.local_idx[id] : -1;
+  if (id < 0) {
+    return -1;
+  }
+  const int owner = in.owner[id], local = in.local_idx[id];  // both on their way at once
+  return owner == world.rank ? local : -1;
+}
+
+// By a whole warp: adds the tile's pairs of each local expert, and its tokens that go to each rank, to `counters`,
+// which other warps may add to as well. Integers: the order cannot show.
+__device__ inline void count_tile(const World& world, const PlanInput& in, const int32_t* tile, int num_tokens,
+                                  int num_ids, int32_t* counters) {
+  const int lane = lane_idx();
+  for (int token = 0; token < num_tokens; token += 32) {
+    const uint32_t ranks = ranks_of_token(in, tile, token + lane, num_tokens);
+    for (int rank = 0; rank < world.size; ++rank) {
+      const int count = __popc(__ballot_sync(kFullWarp, ranks >> rank & 1));
+      if (lane == 0) {
+        atomicAdd(&counters[in.num_local + rank], count);
+      }
+    }
+  }
+  for (int base = lane; base < num_ids; base += kTogether * 32) {
+    int local[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      local[j] = base + 32 * j < num_ids ? local_expert(world, in, tile[base + 32 * j]) : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (local[j] >= 0) {
+        atomicAdd(&counters[local[j]], 1);
+      }
+    }
+  }
+  __syncwarp();
+}
+
+// By a whole warp: the same for the tokens [first, end) of a source.
+__device__ inline void count_tokens(const World& world, const PlanInput& in, const Chunk& chunk, int64_t first,
+                                    int64_t end, int32_t* tile, int32_t* counters) {
+  const int tile_tokens = kTile / in.num_topk;
+  for (; first < end; first += tile_tokens) {
+    const int num_tokens = static_cast<int>(min64(tile_tokens, end - first));
+    const int num_ids = load_tile(chunk, in.num_topk, first, num_tokens, tile);
+    count_tile(world, in, tile, num_tokens, num_ids, counters);
+  }
 }
 
 // How a kernel of a plan is launched.

@@ -49,9 +49,22 @@ __device__ TileWeights tile_weights(const Chunk& chunk, const PlanInput& in, int
   return {in.weight_bytes, reinterpret_cast<const double*>(weights) + first_pair, tile};
 }
 
+// Laying out a chunk takes one warp far longer than its counts would, so it is cut into parts, as many as keep the
+// warps busy. A part counts again what comes before it in the chunk.
+constexpr int kMostParts = 4;
+
+__device__ inline int parts_of_chunk(int num_chunks) {
+  const int num_warps = gridDim.x * (blockDim.x / 32);
+  return max(1, min(kMostParts, num_warps / num_chunks));
+}
+
+// By a whole warp: part `part` of `num_parts` of a chunk.
 __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOutput& out, const Turn& turn, int number,
-                           int32_t* tile, int32_t* rows, int32_t* weight_tile, int32_t* counters) {
+                           int part, int num_parts, int32_t* tile, int32_t* rows, int32_t* weight_tile,
+                           int32_t* counters) {
   const Chunk chunk = chunk_of(world, in, turn, number);
+  const int64_t length = chunk.end - chunk.first;
+  const int64_t begin = chunk.first + length * part / num_parts, end = chunk.first + length * (part + 1) / num_parts;
   const int size = world.size, columns = in.num_local + size, lane = lane_idx(), num_topk = in.num_topk;
   const int32_t* geometry = in.geometry;
   const int32_t* rank_rows = geometry + Geometry::rank_rows(size);
@@ -59,21 +72,33 @@ __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOu
   const int32_t* sums = in.chunk_counts + static_cast<int64_t>(number) * columns;
   const unsigned int lanes_before = (1u << lane) - 1;
   const bool own = chunk.source == world.rank;
-  for (int i = lane; i < columns; i += 32) {
-    int start = sums[i];
-    if (i < in.num_local) {
-      start += geometry[Geometry::expert_offsets(size) + i];
-    } else {  // where the rows of this source begin on that rank
-      for (int before = 0; before < chunk.source; ++before) {
-        start += rank_rows[before * size + i - in.num_local];
+  const int32_t* offsets = geometry + Geometry::expert_offsets(size);
+  for (int base = lane; base < in.num_local; base += kTogether * 32) {
+    int start[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = base + 32 * j;
+      start[j] = i < in.num_local ? sums[i] + offsets[i] : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (base + 32 * j < in.num_local) {
+        counters[base + 32 * j] = start[j];
       }
     }
-    counters[i] = start;
+  }
+  if (lane < size) {  // where the rows of this source begin on that rank
+    int start = sums[in.num_local + lane];
+    for (int before = 0; before < chunk.source; ++before) {
+      start += rank_rows[before * size + lane];
+    }
+    counters[in.num_local + lane] = start;
   }
   __syncwarp();
+  count_tokens(world, in, chunk, chunk.first, begin, tile, counters);
   const int tile_tokens = kTile / num_topk;
-  for (int64_t first = chunk.first; first < chunk.end; first += tile_tokens) {
-    const int num_tokens = static_cast<int>(min64(tile_tokens, chunk.end - first));
+  for (int64_t first = begin; first < end; first += tile_tokens) {
+    const int num_tokens = static_cast<int>(min64(tile_tokens, end - first));
     const int num_ids = load_tile(chunk, num_topk, first, num_tokens, tile);
     const TileWeights weights = tile_weights(chunk, in, source_tokens, first * num_topk, num_ids, weight_tile);
     for (int base = 0; base < num_tokens; base += 32) {
@@ -109,10 +134,19 @@ __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOu
       }
     }
     __syncwarp();
+    const auto id_at = [&](int i) { return i < num_ids ? tile[i] : -1; };
+    int next_token = lane / num_topk, next_slot = lane % num_topk;
+    const int tokens_a_step = 32 / num_topk, slots_a_step = 32 % num_topk;
+    int32_t next_id = id_at(lane);
+    int next_local = local_expert(world, in, next_id);
     for (int base = 0; base < num_ids; base += 32) {
-      const int i = base + lane;
-      const int32_t id = i < num_ids ? tile[i] : -1;
-      const int local = i < num_ids ? local_expert(world, in, id) : -1;
+      const int i = base + lane, token = next_token, slot = next_slot, local = next_local;
+      const int32_t id = next_id;
+      const bool wraps = slot + slots_a_step >= num_topk;
+      next_token += tokens_a_step + wraps;
+      next_slot += slots_a_step - (wraps ? num_topk : 0);
+      next_id = id_at(i + 32);
+      next_local = local_expert(world, in, next_id);  // on its way while these are laid out
       const unsigned int same = __match_any_sync(kFullWarp, local);
       const int row = local >= 0 ? counters[local] + __popc(same & lanes_before) : -1;
       __syncwarp();
@@ -126,13 +160,13 @@ __device__ void fill_chunk(const World& world, const PlanInput& in, const PlanOu
       if (own) {
         out.slot_rank[first * num_topk + i] = id >= 0 ? in.owner[id] : -1;
       }
-      const int64_t compact = rows[i / num_topk];
+      const int64_t compact = rows[token];
       if (compact < 0) {
         continue;
       }
       // Of an overflow some tokens have no compact row, but their rows among those of the experts are to be described.
       const bool fits = compact < out.capacity;
-      const int64_t pair = compact * num_topk + i % num_topk;
+      const int64_t pair = compact * num_topk + slot;
       const double weight = local >= 0 ? weights.at(i) : 0.0;
       if (in.expert_major) {
         if (fits) {
@@ -177,16 +211,18 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   int32_t* counters = weight_tile + kTile;
   const uint32_t verdict = state->verdict;
   const int32_t* geometry = in.geometry;
-  const uint32_t num_chunks_all = world.size * kMaxChunks;
+  const int num_parts = parts_of_chunk(world.size * kMaxChunks);
+  const uint32_t num_chunk_tickets = world.size * kMaxChunks * num_parts;
   const bool is_enough = !out.only_if_enough || (verdict == kGo && geometry[Geometry::kCompactRows] <= out.capacity &&
                                                  geometry[Geometry::kRows] <= out.num_rows);
   while (verdict == kGo && is_enough) {
     const uint32_t ticket = warp_ticket(state);
-    if (ticket < num_chunks_all) {
-      fill_chunk(world, in, out, turn, ticket, tile, rows, weight_tile, counters);
+    if (ticket < num_chunk_tickets) {
+      fill_chunk(world, in, out, turn, ticket / num_parts, ticket % num_parts, num_parts, tile, rows, weight_tile,
+                 counters);
       continue;
     }
-    const int64_t item = ticket - num_chunks_all;
+    const int64_t item = ticket - num_chunk_tickets;
     if (item < in.num_local && in.expert_major) {
       const int32_t* offsets = geometry + Geometry::expert_offsets(world.size);
       const int32_t* counts = geometry + Geometry::expert_counts(world.size, in.num_local);

@@ -4,8 +4,6 @@
 namespace moe_ep {
 namespace {
 
-constexpr int kTogether = 4;  // loads of a thread on their way at once
-
 __device__ int64_t read_id(const PlanInput& in, int64_t token, int slot) {
   const int64_t at = token * in.id_stride_token + slot * in.id_stride_slot;
   return in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[at] : static_cast<const int32_t*>(in.ids)[at];
@@ -76,46 +74,35 @@ __device__ void count_up(uint32_t* counter) {
   }
 }
 
-__device__ void count_chunk(const World& world, const PlanInput& in, const Turn& turn, int number, int32_t* tile,
-                            int32_t* counters) {
-  const Chunk chunk = chunk_of(world, in, turn, number);
+// The warps of a block that count a chunk together, each a part of its tokens.
+struct Team {
+  int number;  // of the chunk
+  bool counts;
+  int member;
+  int size;
+};
+
+// By a whole block, a chunk a team. `counters` are the team's, `tile` the warp's.
+__device__ void count_chunks(const World& world, const PlanInput& in, const Turn& turn, const Team& team, int32_t* tile,
+                             int32_t* counters) {
   const int columns = in.num_local + world.size, lane = lane_idx();
-  for (int i = lane; i < columns; i += 32) {
+  const int first_column = team.counts ? team.member * 32 + lane : columns, step = team.size * 32;
+  for (int i = first_column; i < columns; i += step) {
     counters[i] = 0;
   }
-  __syncwarp();
-  const int tile_tokens = kTile / in.num_topk;
-  for (int64_t first = chunk.first; first < chunk.end; first += tile_tokens) {
-    const int num_tokens = static_cast<int>(min64(tile_tokens, chunk.end - first));
-    const int num_ids = load_tile(chunk, in.num_topk, first, num_tokens, tile);
-    for (int token = 0; token < num_tokens; token += 32) {
-      const uint32_t ranks = ranks_of_token(in, tile, token + lane, num_tokens);
-      for (int rank = 0; rank < world.size; ++rank) {
-        const int count = __popc(__ballot_sync(kFullWarp, ranks >> rank & 1));
-        if (lane == 0) {
-          counters[in.num_local + rank] += count;
-        }
-      }
-    }
-    for (int base = lane; base < num_ids; base += kTogether * 32) {
-      int local[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        local[j] = base + 32 * j < num_ids ? local_expert(world, in, tile[base + 32 * j]) : -1;
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (local[j] >= 0) {
-          atomicAdd(&counters[local[j]], 1);  // integers: the order cannot show
-        }
-      }
-    }
-    __syncwarp();
+  __syncthreads();
+  Chunk chunk = {};
+  if (team.counts) {
+    chunk = chunk_of(world, in, turn, team.number);
+    const int64_t length = chunk.end - chunk.first;
+    count_tokens(world, in, chunk, chunk.first + length * team.member / team.size,
+                 chunk.first + length * (team.member + 1) / team.size, tile, counters);
   }
-  int32_t* out = in.chunk_counts + static_cast<int64_t>(number) * columns;
+  __syncthreads();
+  int32_t* out = in.chunk_counts + static_cast<int64_t>(team.number) * columns;
   State::Sums& sums = world.state->sums;
   int pairs = 0;
-  for (int i = lane; i < columns; i += 32) {
+  for (int i = first_column; i < columns; i += step) {
     const int count = counters[i];
     out[i] = count;
     if (count == 0) {
@@ -165,12 +152,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   State* state = world.state;
   const Turn turn = turn_of(world);
   const int columns = in.num_local + world.size;
-  int32_t* tile = shared + warp_idx() * (kTile + columns);
-  int32_t* counters = tile + kTile;
   constexpr uint32_t kUnknown = ~0u;
-  // Chunks for every block, if there are enough.
+  // Chunks for every block, if there are enough, and all its warps for them.
   const int num_chunks_all = world.size * kMaxChunks, blocks = gridDim.x;
   const int num_warps = blockDim.x / 32, at_a_time = min(num_warps, (num_chunks_all + blocks - 1) / blocks);
+  const int team_size = num_warps / at_a_time, team = warp_idx() / team_size;
+  const auto tile_of = [&](int warp) { return shared + warp * (kTile + columns); };
+  int32_t* tile = tile_of(warp_idx());
+  int32_t* counters = tile_of(team * team_size) + kTile;
   const uint32_t num_publish_tickets = gridDim.x, num_chunk_tickets = (num_chunks_all + at_a_time - 1) / at_a_time;
   const uint32_t sum_ticket = num_publish_tickets + 1 + num_chunk_tickets;
   const uint32_t num_scan_tickets = (columns + num_warps - 1) / num_warps;
@@ -221,10 +210,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       }
     }
     if (ticket < sum_ticket) {
-      const int number = (ticket - num_publish_tickets - 1) * at_a_time + warp_idx();
-      if (warp_idx() < at_a_time && number < num_chunks_all) {
-        count_chunk(world, in, turn, number, tile, counters);
-      }
+      const int number = (ticket - num_publish_tickets - 1) * at_a_time + team;
+      const bool counts = team < at_a_time && number < num_chunks_all;
+      count_chunks(world, in, turn, {number, counts, warp_idx() % team_size, team_size}, tile, counters);
       count_up(&state->num_counted);
       continue;
     }
