@@ -26,6 +26,10 @@ from tests.helpers.compare import assert_same_bits
 HIDDEN, NUM_TOPK = 64, 3
 CALLS = ("cached dispatch", "combine", "combine backward", "dispatch backward")
 MEETINGS = ("all_to_all", "all_to_all_host", "all_reduce", "exchange_text")
+SHAPES = [(2, 1), (2, 2), (3, 1), (1, 2)]  # (nodes, ranks a node)
+LAYOUTS = ["compact", "expert_major"]
+ODD = [(2, 1, 1), (2, 2, 3), (2, 2, 0), (3, 1, 2), (1, 2, 1)]  # with the rank that differs
+TIGHT = 1 << 14  # bytes of a rail: calls of several rounds
 
 
 @dataclass
@@ -136,6 +140,11 @@ def refusals(group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: in
     return said
 
 
+def told_of_refusals(world: int) -> list[str]:
+    """What `refusals` gives on every rank."""
+    return [f"EP rank {rank} refused {name}: not {name}, 0." for name in CALLS for rank in range(world)]
+
+
 def _one_refuses(here: Scene, name: str, refuser: int) -> str:
     """The sentence on this rank; of two refused exchanges the first is told."""
     if here.buffer.rank == refuser:
@@ -175,6 +184,16 @@ def disagreements(group: dist.ProcessGroup, hop: str, device: str, ranks_per_nod
             assert_same_bits(here.call("cached dispatch")[0], here.rows, "rows behind a disagreement")
             assert here.said() == ""
     return said
+
+
+def check_disagreements(told: list[str], odd: int) -> None:
+    """What a rank is told of them."""
+    width, operation, handle = told
+    assert "disagree on the hidden size H" in width
+    assert f"rank {odd} has {HIDDEN // 2}" in width
+    assert f"rank {odd} has combine backward" in operation
+    assert "has cached dispatch" in operation
+    assert "disagree on the routing of the dispatch that is combined" in handle
 
 
 def weights_beside(group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: int, odd: str) -> str:
