@@ -1,5 +1,6 @@
 // Device side of the flag protocol (docs/protocol.md): flags, waits with a limit, headers and their verdict, tickets,
-// and the end of a call. Only acquire and release at system scope; nothing is zeroed, flags carry (generation, epoch).
+// and the end of a call. Ranks meet by acquire and release at system scope alone; nothing is zeroed, flags carry
+// (generation, epoch).
 #pragma once
 
 #include "exchange/exchange.h"

@@ -1,4 +1,4 @@
-// How the kernels of a plan look at the ids that the ranks published: by chunks of a source, a warp each.
+// How the kernels of a plan look at the ids that the ranks published: by chunks of a source.
 #pragma once
 
 #include "common/check.h"
@@ -18,7 +18,7 @@ __device__ inline int64_t weights_offset(int64_t num_tokens, int num_topk) {
   return (num_tokens * num_topk * 4 + 255) / 256 * 256;
 }
 
-// Looks at a chunk of a source, 32 tokens or 32 (token, slot) pairs at a time, in their order.
+// Consecutive tokens of a source.
 struct Chunk {
   int source;
   int chunk;

@@ -1,5 +1,5 @@
-// Device side of the low-latency calls: words, waits that may lose a peer, how a call begins and ends. Only acquire and
-// release at system scope; nothing is zeroed.
+// Device side of the low-latency calls: words, waits that may lose a peer, how a call begins and ends. Ranks meet by
+// acquire and release at system scope alone; nothing is zeroed.
 //
 // All is written against a hop, which is how a kernel reaches the other ranks. It has static functions only:
 //
@@ -154,7 +154,7 @@ __device__ void copy_units(char* to, const char* from, int num_units) {
 // -- waits --------------------------------------------------------------------------------------------------------
 
 // Masks and failures stand for nothing but their own value, so loads of them are under way beside others. What a rank
-// writes around a mask is looked at behind a fence only, by the last block.
+// writes around a mask is looked at behind a fence only (is_last, take_lost).
 __device__ inline int32_t mask_of(const LowLatencyCall& call, int peer) {
   return static_cast<int32_t>(load_relaxed_gpu(reinterpret_cast<const uint32_t*>(call.mask + peer)));
 }
@@ -368,6 +368,7 @@ __device__ inline bool is_last(uint32_t* counter) {
 // By the last block: whether a peer was lost since this was asked last, and the results have to be made anew.
 __device__ inline bool take_lost(const LowLatencyCall& call, const LowLatencyTurn& turn) {
   __shared__ bool shared_lost;
+  __threadfence();  // between the masks that were looked at and the word
   __syncthreads();
   if (threadIdx.x == 0) {
     shared_lost = call.enable_shrink && atomicExch(&call.state->lost[turn.slot], 0u) != 0;

@@ -36,7 +36,10 @@ def rows_of_slot(slot_bytes: int, row_bytes: int) -> int:
 
 
 def rows_to_make_room_for(staging: Staging) -> int:
-    """Rows that a slot has to hold: all, or two a token, but no fewer than one of every peer."""
+    """Rows that a slot has to hold for a combine: all, or two a token, but no fewer than one of every peer.
+
+    A move has at most one a token. It makes the same room, so that the combine of its rows finds it, also in a graph.
+    """
     return min(staging.most, max(ROWS_A_TOKEN * staging.most_tokens, len(staging.rank_tokens) - 1))
 
 

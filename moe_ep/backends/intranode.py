@@ -155,7 +155,7 @@ class IntranodeBackend(NodeCalls):
     def _move_along(self, route: Route, load: Load, plan: PlanTensors | None = None) -> tuple[Tensor, Tensor | None]:
         """Rows and their scales along a plan; one that has just been started is joined with them."""
         rows, scales = load.outs(route.num_rows)
-        self._make_room(route, route.staging.most_tokens, load.row_bytes)
+        self._make_room(route, rows_to_make_room_for(route.staging), load.row_bytes)
         self._num_calls += 1
         self._launch(
             "cached dispatch",
@@ -299,7 +299,7 @@ class IntranodeBackend(NodeCalls):
         if rows is not None and factors is not None:
             made_rows, grad_weights = aligned(rows).contiguous(), torch.empty_like(factors)
         grad_rows, _ = load.outs(route.num_rows)
-        self._make_room(route, route.staging.most_tokens, load.row_bytes)
+        self._make_room(route, rows_to_make_room_for(route.staging), load.row_bytes)
         self._num_calls += 1
         self._launch(
             "combine backward",

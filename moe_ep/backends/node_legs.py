@@ -23,7 +23,7 @@ from moe_ep.backends.node_rows import Kind, kind_of
 
 
 class NodeLegs(NodeCalls):
-    """One rank's part of the exchange inside its node. Every call runs on `stream`, and nothing waits for it.
+    """One rank's part of the exchange inside its node. Every call runs on `stream`, and the caller's does not join it.
 
     Args:
         group: the EP group, or None for a single rank.
@@ -120,11 +120,7 @@ class NodeLegs(NodeCalls):
         self._keep(tensors, torch.cuda.is_current_stream_capturing())
 
     def needs(self, route: Route, row_bytes: int) -> int:
-        """Bytes that a move puts into the slot of the rank with the most rows; all ranks work out the same."""
-        return route.staging.most_tokens * row_bytes if len(self.ranks) > 1 else 0
-
-    def needs_of_sums(self, route: Route, row_bytes: int) -> int:
-        """The same of a combine, which may run in rounds."""
+        """Bytes that a slot has to hold for calls along a route; all ranks work out the same."""
         return rows_to_make_room_for(route.staging) * row_bytes if len(self.ranks) > 1 else 0
 
     def make_room(self, route: Route, row_bytes: int, most_bytes: int) -> None:

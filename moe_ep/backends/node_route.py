@@ -24,7 +24,7 @@ class Staging(NamedTuple):
 
     Attributes:
         for_peers: compact rows for the peers, on this rank.
-        most: of a combine in one round, or a dispatch, on the rank that has the most.
+        most: of a combine in one round, or a move if that is more, on the rank that has the most.
         most_compact: compact rows on the rank that has the most.
         rank_tokens: T of every rank; empty where only the device knows.
     """
@@ -36,7 +36,7 @@ class Staging(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Rows that a move of tokens, a dispatch or the gradient of a combine, stages on the rank that has the most."""
+        """T on the rank that has the most."""
         return max(self.rank_tokens, default=0)
 
 

@@ -90,6 +90,8 @@ class TwoHopCalls:
 
     def _open(self, header: Header, status: int = OK, asks: bool = False) -> int:
         self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
+        if not torch.cuda.is_current_stream_capturing():  # a call that failed half-way has sends that it did not await
+            self.stream.wait_stream(self._sending)
         with torch.cuda.stream(self.stream):
             return self._node.open(header, None if self._rail is None else self._rail.native, status, asks)
 
@@ -186,7 +188,7 @@ class TwoHopCalls:
         own = rows if straight else torch.empty_like(y) if routes.calls else y
         calls = () if straight else (routes.own, *routes.calls)
         widest_bytes = max(row_bytes, widest_bytes)
-        most_bytes = max((self._node.needs_of_sums(call, widest_bytes) for call in calls), default=0)
+        most_bytes = max((self._node.needs(call, widest_bytes) for call in calls), default=0)
         num_sms = self._begin(routes, header, row_bytes, most_bytes, opens)
         with torch.cuda.stream(self.stream):
             rounds = self._rounds(routes, routes.homeward, operation, row_bytes)

@@ -301,11 +301,11 @@ def _grows(group: dist.ProcessGroup, num_tokens: int, hidden: int) -> tuple[int,
 
 
 @pytest.mark.parametrize("world", [4, 8])
-def test_a_combine_grows_to_two_rows_a_token_and_goes_on_in_rounds(ranks: Pools, world: int) -> None:  # case T05
+def test_a_dispatch_grows_to_two_rows_a_token_and_its_combine_runs_in_rounds(ranks: Pools, world: int) -> None:  # T05
     hidden = 2048
     num_tokens = START_BYTES // (4 * hidden) * 3 // 4
     sizes = ranks.run(_grows, world, num_tokens, hidden, timeout_secs=90)
-    assert sizes == [(START_BYTES, 2 * num_tokens * 4 * hidden)] * world
+    assert sizes == [(2 * num_tokens * 4 * hidden,) * 2] * world
 
 
 # Segments grow in steps of 8 MiB a slot, and a buffer has a control block and pages of its own.

@@ -87,10 +87,9 @@ def test_staging_is_that_of_the_rank_with_the_most_rows() -> None:
     assert staging_of((0, 0), (0, 0, 0, 0), 1) == (0, 0, 0, (0, 0))
 
 
-def test_a_move_of_tokens_stages_them_and_no_more() -> None:
-    few_tokens_many_copies = staging_of((4, 3, 2), (1, 4, 4, 3, 1, 3, 2, 2, 1), 0)
-    assert (few_tokens_many_copies.most, few_tokens_many_copies.most_tokens) == (7, 4)
-    assert Staging(5, 0, 0, ()).most_tokens == 0  # only the device knows, and says so where there is no room
+def test_the_most_tokens_are_those_of_one_rank_and_none_where_only_the_device_knows() -> None:
+    assert staging_of((4, 3, 2), (1, 4, 4, 3, 1, 3, 2, 2, 1), 0).most_tokens == 4
+    assert Staging(5, 0, 0, ()).most_tokens == 0
 
 
 def test_what_only_the_device_knows_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
