@@ -7,8 +7,12 @@ Letters: T tokens a rank, N nodes of P ranks, W = N * P.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from math import comb
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model import LATENCY_US, LOCAL_PASS, PULL
 from moe_ep.backends.internode_kernels import STAGING_BYTES, overlapping

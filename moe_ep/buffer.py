@@ -43,9 +43,11 @@ class Buffer(NormalMode, LowLatency):
 
     Args:
         group: the EP group, any subgroup of the world; None stands for a single rank (no process group needed).
-        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
-            allow_mnnvl, explicitly_destroy: arguments of DeepEP V1, accepted and without effect here: memory grows with
-            need and byte sizes limit nothing.
+        num_nvl_bytes: bytes that the kernels inside a node begin with, which grow with need, and the size of the
+            scratch memory that `get_local_buffer_tensor` hands out.
+        num_rdma_bytes: the size of that scratch memory with `use_rdma_buffer`; otherwise without effect.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy:
+            arguments of DeepEP V1, accepted and without effect here.
         enable_shrink: allow ranks to be left out of the low-latency calls: those that are masked, and those that do
             not come within the limit, from then on until `reset`.
         comm: DeepEP's mpi4py communicator; refused, give a torch.distributed group.

@@ -1,7 +1,7 @@
 """What a caller of DeepEP V1 sizes a buffer with: `Config`, the recommended configs, and the byte hints.
 
 Buffers of this package grow with need. Every number here is what a DeepEP V1 caller expects to read and may hand to
-`Buffer(num_nvl_bytes=, num_rdma_bytes=)`, where it limits nothing.
+`Buffer(num_nvl_bytes=, num_rdma_bytes=)`, where it is a size to begin with and no limit.
 
 Source of tables and formulas: github.com/deepseek-ai/DeepEP, commit dd758ca, the legacy (V1) buffer.
 """

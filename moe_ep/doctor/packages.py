@@ -13,9 +13,9 @@ _NVSHMEM_LIBRARY = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")  # comes with 
 def transformer_engine(machine: Machine) -> list[Finding]:
     """Which recipes of `moe.fp8` this release serves on this GPU, and why not the others."""
     subject, version = "Transformer Engine", machine.version("transformer-engine")
-    install = 'pip install --no-build-isolation "transformer-engine[pytorch]", where nvcc and cuDNN headers are'
+    install = 'pip install --no-build-isolation "transformer-engine[pytorch]", where nvcc, cuDNN and NCCL headers are'
     if version is None:
-        return [Finding(subject, "missing", "not installed: moe.fp8 has gemm=plain alone", install)]
+        return [Finding(subject, "missing", "not installed: moe.fp8 has gemm=cublas (Hopper) and gemm=plain", install)]
     obstacles = {recipe: machine.recipe_obstacle(recipe) for recipe in _RECIPES}
     served = [recipe for recipe, obstacle in obstacles.items() if obstacle is None]
     if not served:

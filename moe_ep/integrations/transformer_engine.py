@@ -1,9 +1,9 @@
 """Transformer Engine: its grouped GEMM over our FP8 matrices, and its tensors at both ends of a dispatch.
 
-Releases 2.3 to 2.20 are served. What differs between them is found by looking at signatures, in `TransformerEngine`
-alone; nothing is imported before a call asks for it. Transformer Engine's own `GroupedLinear` refuses FP8 input, so
-the layer calls the GEMM beneath it. Unlike the other integrations this module stands below the layers: it imports
-nothing of the package but records.
+Releases 2.3 and later ones of 2 are served, tested to 2.20. What differs between them is found by looking at
+signatures, in `TransformerEngine` alone; nothing is imported before a call asks for it. Transformer Engine's own
+`GroupedLinear` refuses FP8 input, so the layer calls the GEMM beneath it. Unlike the other integrations this module
+stands below the layers: it imports nothing of the package but records.
 
 Letters: T tokens, H hidden, B = ceil(H / 128), N rows and K columns of a matrix.
 """
@@ -24,7 +24,7 @@ from moe_ep.fp8 import num_blocks
 from moe_ep.fp8.matrix import Fp8Matrices, Fp8Matrix
 from moe_ep.fp8.rows import Fp8Rows
 
-OLDEST, NEWEST = (2, 3), (2, 20)
+OLDEST, NEWEST = (2, 3), (2, 20)  # the newest is what the tests have seen
 _HOME = "transformer_engine.pytorch"
 _NEEDED = {"blockwise": (9, 0), "current": (8, 9), "delayed": (8, 9), "mxfp8": (10, 0)}  # compute capability
 
@@ -259,10 +259,10 @@ def why_unavailable(recipe: str) -> str | None:
             f"Transformer Engine does not load here ({engine}): install it against this PyTorch with pip install "
             '--no-build-isolation "transformer-engine[pytorch]"'
         )
-    if not OLDEST <= engine.version <= (NEWEST[0], 99):
+    if not OLDEST <= engine.version < (OLDEST[0] + 1, 0):
         return (
-            f"Transformer Engine {engine.version[0]}.{engine.version[1]} is installed, and {OLDEST[0]}.{OLDEST[1]} to "
-            f"{NEWEST[0]}.{NEWEST[1]} are served: install one of these"
+            f"Transformer Engine {engine.version[0]}.{engine.version[1]} is installed, and {OLDEST[0]}.{OLDEST[1]} and "
+            f"later releases of {OLDEST[0]} are served: install one of these"
         )
     return None
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,3 +33,12 @@ def test_more_staging_means_fewer_rounds_and_larger_puts() -> None:
     assert large.rounds < small.rounds
     assert large.chunk_bytes >= small.chunk_bytes
     assert large.rounds_us < small.rounds_us
+
+
+def test_the_command_of_the_docs_prints_the_table() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/nodes.py"], cwd=root, env={"PATH": ""}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2048" in done.stdout

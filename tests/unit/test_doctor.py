@@ -137,7 +137,13 @@ def test_a_machine_with_everything_is_ok(check: Check, sentence: str) -> None:
         ),
         (software.nvcc, FakeMachine(outputs={NVCC: "release 11.8, V11"}), "broken", "11.8 at", "12.0 or newer"),
         (software.nvcc, FakeMachine(outputs={}), "broken", "does not name a release", "again"),
-        (packages.transformer_engine, laptop(), "missing", "gemm=plain alone", "--no-build-isolation"),
+        (
+            packages.transformer_engine,
+            laptop(),
+            "missing",
+            "gemm=cublas (Hopper) and gemm=plain",
+            "--no-build-isolation",
+        ),
         (
             packages.transformer_engine,
             laptop(versions={"transformer-engine": "2.9.0"}, obstacles=dict.fromkeys(RECIPES, "it needs a GPU")),
