@@ -271,16 +271,21 @@ class InternodeKernelsBackend(InternodeBackend):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _flow_bytes(self) -> int:
+        """Room of the rail for what goes from one node to another in a round; 0 where there is one node."""
+        return 0 if self.rail is None else self.rail.flow_bytes
+
     def _check_rows(self, operation: str, rows: Tensor) -> None:
         self._legs.raise_if_dead(operation)
-        device, limit = self._legs.device, self.rail.flow_bytes if self.rail is not None else 0
+        device, limit = self._legs.device, self._flow_bytes
         if rows.device != device:
             error = ValueError(
                 f"the rows are on {rows.device}, but this buffer's kernels run on {device}; move them there, or use "
                 "hop='torch'."
             )
             self.refuse(operation, error)
-        if self.rail is not None and rows.shape[1] * 8 + 32 > limit:
+        if limit and rows.shape[1] * 8 + 32 > limit:
             error = ValueError(
                 f"a row has {_row_bytes(rows)} bytes, but a rail between {self.topology.num_nodes} nodes has room for "
                 f"{limit} from each; use fewer nodes, or hop='torch'."
@@ -335,13 +340,13 @@ class InternodeKernelsBackend(InternodeBackend):
         return resize(mask.to(torch.uint8), handle.num_rows, 1).bool()
 
     def _rounds_of(self, handle: DispatchHandle, row_bytes: int) -> RailRoutes | None:
-        limit = self.rail.flow_bytes if self.rail is not None else 0
+        limit = self._flow_bytes
         made: list[RailRoutes] = handle.prepared.get(_ROUNDS, [])
         return next((routes for routes in made if not limit or routes.flow_rows * row_bytes <= limit), None)
 
     def _make_rounds(self, handle: DispatchHandle, row_bytes: int) -> RailRoutes:
         """Collective."""
-        two_hop, limit = self._route(handle), self.rail.flow_bytes if self.rail is not None else 0
+        two_hop, limit = self._route(handle), self._flow_bytes
         size, rows = max(1, *handle.rank_tokens), None
         if limit:
             size, room = overlapping(max(handle.rank_tokens)), 1 << (limit // row_bytes).bit_length() - 1

@@ -89,11 +89,12 @@ class TwoHopCalls:
         self._node.refused(OPERATIONS[header.operation], question, error)
 
     def _open(self, header: Header, status: int = OK, asks: bool = False) -> int:
+        rail = None if self._rail is None else self._rail.native
         self.stream.wait_stream(torch.cuda.current_stream(self._node.device))
-        if not torch.cuda.is_current_stream_capturing():  # a call that failed half-way has sends that it did not await
-            self.stream.wait_stream(self._sending)
+        if rail is not None and not torch.cuda.is_current_stream_capturing():
+            self.stream.wait_stream(self._sending)  # a call that failed half-way has sends that it did not await
         with torch.cuda.stream(self.stream):
-            return self._node.open(header, None if self._rail is None else self._rail.native, status, asks)
+            return self._node.open(header, rail, status, asks)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 
