@@ -273,7 +273,7 @@ bool combine(const Exchange& exchange, uintptr_t caller, bool joins, int num_sms
                               pointer_from<char>(y),
                               poison};
   const RowKind kind = row_kind(dtype_name);
-  const bool bulk = exchange.uses_bulk_copies() && route.num_topk + exchange.size() <= 32;
+  const bool bulk = exchange.uses_bulk_copies() && (!route.expert_major || route.num_topk <= 32);
   return launch_between(exchange, caller, joins, [&](cudaStream_t stream) {
     if (exact) {
       launch_combine_exact(call, {input, route.slot_rank, route.num_rows, is_weighted, route.num_compact_rows}, kind,

@@ -48,15 +48,17 @@ __device__ inline void load_bulk(void* shared, const void* global, uint32_t num_
                : "memory");
 }
 
+// The limit lets the thread sleep as long as it takes, within it, rather than poll; it ends nothing.
 __device__ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  constexpr uint32_t kSleepNs = 1000 * 1000;
   asm volatile(
       "{\n\t"
       ".reg .pred done;\n\t"
       "again:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n\t"
       "@!done bra again;\n\t"
       "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
+      "r"(parity), "r"(kSleepNs)
       : "memory");
 }
 

@@ -118,8 +118,8 @@ struct RowMath : Widening<Elem> {
 
   __device__ static uint4 scale(uint4 row, Wide weight) {
     Wide values[kElems];
-    widen(row, values);
-    return scale(values, weight);
+    product_of(row, weight, values);
+    return rounded(values);
   }
 
   __device__ static Wide dot(const Wide (&left)[kElems], uint4 b) {
@@ -137,6 +137,14 @@ struct RowMath : Widening<Elem> {
     Wide left[kElems];
     widen(a, left);
     return dot(left, b);
+  }
+
+  __device__ static void product_of(uint4 row, Wide weight, Wide (&out)[kElems]) {
+    widen(row, out);
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) {
+      out[i] = product(out[i], weight);
+    }
   }
 
   // What a sum begins with: -0, to which the first term adds as it is. To +0 it would not, where it is -0.
@@ -158,10 +166,10 @@ struct RowMath : Widening<Elem> {
 
   __device__ static void add_product(Wide (&total)[kElems], uint4 term, Wide weight) {
     Wide values[kElems];
-    widen(term, values);
+    product_of(term, weight, values);
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {
-      total[i] = sum(total[i], product(values[i], weight));
+      total[i] = sum(total[i], values[i]);
     }
   }
 

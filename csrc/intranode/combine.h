@@ -27,8 +27,8 @@ struct CombineInput {
 // Every rank adds up, in slot order, the rows of each token that it holds (rounded once), and the token's rank adds
 // those in rank order. What goes to the peers lies in staging: the rows of the compact order, without the own ones.
 // Of a call in rounds (intranode/rounds.h), every round is a call of its own.
-// `launch_combine_bulk` takes the path of sm_90 and later, for at most 32 terms a row (K + W); the other one runs
-// everywhere.
+// `launch_combine_bulk` takes the path of sm_90 and later, expert_major with at most 32 slots a token; the other one
+// runs everywhere.
 void launch_combine(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream);
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream);
 

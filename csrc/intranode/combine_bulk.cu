@@ -130,34 +130,46 @@ __device__ void add_columns(const Team<Wide>& team, const CombineInput& in, cons
       use(i);
     }
   };
+  const auto begin_with_term = [&] {
+    const uint32_t term = terms.next() + at;
+    each([&](int i) { Math::widen(load_shared_16(term + i * kStep), total[i]); });
+  };
   const auto add_term = [&] {
     const uint32_t term = terms.next() + at;
     each([&](int i) { Math::add(total[i], load_shared_16(term + i * kStep)); });
   };
-  each([&](int i) { Math::begin(total[i]); });
   if (row.num_own == 0) {
     each([&](int i) { out[i] = poison_or_zero(in, row.is_lost); });
-  } else if (row.num_own == 1 && in.weights == nullptr) {
+  } else if (in.weights != nullptr) {
+    const uint32_t first = terms.next() + at;
+    const Wide first_weight = item.weight[0];
+    each([&](int i) { Math::product_of(load_shared_16(first + i * kStep), first_weight, total[i]); });
+#pragma unroll 2
+    for (int j = 1; j < row.num_own; ++j) {
+      const Wide weight = item.weight[j];
+      const uint32_t term = terms.next() + at;
+      each([&](int i) { Math::add_product(total[i], load_shared_16(term + i * kStep), weight); });
+    }
+    each([&](int i) { out[i] = Math::rounded(total[i]); });
+  } else if (row.num_own == 1) {
     const uint32_t term = terms.next() + at;
     each([&](int i) { out[i] = load_shared_16(term + i * kStep); });
   } else {
-    if (in.weights != nullptr) {
+    begin_with_term();
 #pragma unroll 2
-      for (int j = 0; j < row.num_own; ++j) {
-        const Wide weight = item.weight[j];
-        const uint32_t term = terms.next() + at;
-        each([&](int i) { Math::add_product(total[i], load_shared_16(term + i * kStep), weight); });
-      }
-    } else {
-#pragma unroll 2
-      for (int j = 0; j < row.num_own; ++j) {
-        add_term();
-      }
+    for (int j = 1; j < row.num_own; ++j) {
+      add_term();
     }
     each([&](int i) { out[i] = Math::rounded(total[i]); });
   }
-  // The sum at home: biases, then the ranks ascending. One term is the result as it is.
-  if (!row.is_lost && (row.num_peers > 0 || row.bias[0] != nullptr)) {
+  // The sum at home: biases, then the ranks ascending. One term is the result as it is; which of two comes first does
+  // not matter.
+  const bool has_bias = row.bias[0] != nullptr;
+  if (!row.is_lost && row.num_peers == 1 && row.num_own > 0 && !has_bias) {
+    begin_with_term();
+    each([&](int i) { Math::add(total[i], out[i]); });
+    each([&](int i) { out[i] = Math::rounded(total[i]); });
+  } else if (!row.is_lost && (row.num_peers > 0 || has_bias)) {
     each([&](int i) { Math::begin(total[i]); });
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -379,12 +391,15 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 }  // namespace
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
-  const int max_terms = (input.expert_major ? input.num_topk : 1) + call.world.size - 1;
+  // A slot of a token brings one term at most: a row of this rank's, or one of the row that its rank has reduced.
+  const int size = call.world.size, num_topk = input.num_topk;
+  const int max_terms = input.expert_major || num_topk < size ? num_topk : size;
+  const double usual_terms = (input.expert_major ? usual_slots(num_topk, size) : 1) + usual_peers(num_topk, size);
   for_kind(kind, [&](auto elem) {
     constexpr auto kernel = moe_ep_combine_bulk<decltype(elem)>;
     allow_shared_memory<kernel>(kRingBytes, "combine: the shared memory of the rings");
     kernel<<<num_sms, kRingThreads, kRingBytes, stream>>>(call, with_lead(input, call.world, tickets_in_hand(num_sms)),
-                                                          cut_of(input.row_bytes, max_terms));
+                                                          cut_of(input.row_bytes, max_terms, usual_terms));
   });
   check_cuda(cudaGetLastError(), "combine: the launch");
 }

@@ -5,6 +5,8 @@
 // flags, since a flag waits for stores, and copies rows that need no sum.
 #pragma once
 
+#include <cmath>
+
 #include "common/bulk_copy.cuh"
 #include "exchange/device.cuh"
 
@@ -27,25 +29,36 @@ constexpr int kRingThreads = kNumTeams * kTeamWarps * 32;
 // handed on, up to kTickets; a look-up that then waits for its peer keeps no row waiting.
 inline int tickets_in_hand(int num_sms) { return 3 * kNumTeams * num_sms; }
 
-// How rows of some length are cut: so that all terms of a piece lie in the ring together, and half of the next, as far
-// as kMaxRingStages reach.
+// How rows of some length are cut. All terms of a piece lie in the ring together, and where a row has no more than the
+// usual number of them, three quarters of the next piece too. The fewer pieces the better: each costs a team about as
+// much as three terms of it.
 struct Cut {
   int piece_bytes;  // the last piece of a row may be shorter
   int stage_bytes;
   int num_stages;  // of a team
 };
 
-inline Cut cut_of(int64_t row_bytes, int max_terms) {
+inline Cut cut_of(int64_t row_bytes, int max_terms, double usual_terms) {
   constexpr int kRing = kRingBytes / kNumTeams;
-  constexpr int kPass = kTeam * kTermColumns * 512;  // that the team adds up at once
-  const int fit = kRing * 2 / (3 * max_terms), step = fit > kPass ? kPass : 128;
-  const int most = fit / step * step < kMaxPieceBytes ? fit / step * step : kMaxPieceBytes;
+  const int wanted = static_cast<int>(1.75 * usual_terms + 1), needed = max_terms > wanted ? max_terms : wanted;
+  const int fit = kRing / (needed < kMaxRingStages ? needed : kMaxRingStages) / 128 * 128;
+  const int most = fit < kMaxPieceBytes ? fit : kMaxPieceBytes;
   const int64_t count = (row_bytes + most - 1) / most;
   Cut cut;
   cut.piece_bytes = static_cast<int>((row_bytes / 16 + count - 1) / count * 16);
   cut.stage_bytes = (cut.piece_bytes + 127) / 128 * 128;
   cut.num_stages = kRing / cut.stage_bytes < kMaxRingStages ? kRing / cut.stage_bytes : kMaxRingStages;
   return cut;
+}
+
+// Uniform routing: how many of a token's slots a rank has, of those tokens that it has any of; and the number of the
+// token's other ranks.
+inline double usual_slots(int num_topk, int world_size) {
+  const double none = std::pow(1 - 1.0 / world_size, num_topk);
+  return num_topk / (world_size * (1 - none));
+}
+inline double usual_peers(int num_topk, int world_size) {
+  return (world_size - 1) * (1 - std::pow(1 - 1.0 / world_size, num_topk));
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

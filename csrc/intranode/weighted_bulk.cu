@@ -305,12 +305,15 @@ __global__ void moe_ep_move_weighted_bulk(const __grid_constant__ Call, const __
 
 void launch_move_weighted_bulk(const Call& call, const MoveInput& input, const MoveWeights& weights, RowKind kind,
                                int num_sms, cudaStream_t stream) {
-  const int max_terms = weights.rows == nullptr ? 1 : 1 + input.num_topk;
+  const bool has_made_rows = weights.rows != nullptr;
+  const int max_terms = has_made_rows ? 1 + input.num_topk : 1;
+  const double usual_terms = has_made_rows ? 1 + usual_slots(input.num_topk, call.world.size) : 1;
   for_kind(kind, [&](auto elem) {
     constexpr auto kernel = moe_ep_move_weighted_bulk<decltype(elem)>;
     allow_shared_memory<kernel>(kRingBytes, "combine backward: the shared memory of the rings");
     kernel<<<num_sms, kRingThreads, kRingBytes, stream>>>(call, with_lead(input, call.world, tickets_in_hand(num_sms)),
-                                                          weights, cut_of(input.rows[0].row_bytes, max_terms));
+                                                          weights,
+                                                          cut_of(input.rows[0].row_bytes, max_terms, usual_terms));
   });
   check_cuda(cudaGetLastError(), "combine backward: the launch");
 }
