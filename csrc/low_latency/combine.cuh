@@ -16,33 +16,84 @@ __device__ inline int row_units(const LowLatencyCombine& in, int elem_bytes) {
   return in.shape.hidden * elem_bytes / kUnitBytes;
 }
 
-// By a whole warp: part `part` of the row number `row` to the rank where its token is at home.
-template <typename Hop>
-__device__ void send_part(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
-                          const int32_t (&mask)[kMaxLowLatencyRanks], int num_units, int row, int part) {
-  const int32_t from_place = in.row_places[2 * (1 + row)], goes_to = in.row_places[2 * (1 + row) + 1];
-  const int pairs_a_rank = in.shape.max_tokens * in.shape.num_topk;
-  const int home = goes_to / pairs_a_rank, pair = goes_to % pairs_a_rank;
-  if (mask[home] != kOpen) {
-    return;
+constexpr int kMostParts = 4;  // that a warp sends together, since a release takes as long for one as for all
+constexpr int kPartUnitsALane = kPartUnits / 32;
+
+// By a whole warp: this lane's units of a part, and where they go.
+struct PartCopy {
+  char* to;
+  int num_units;
+  uint4 units[kPartUnitsALane];
+
+  __device__ void load(const char* from, char* home, int count) {
+    to = home;
+    num_units = count;
+#pragma unroll
+    for (int i = 0; i < kPartUnitsALane; ++i) {
+      if (lane_idx() + 32 * i < count) {
+        units[i] = load_16(from + (lane_idx() + 32 * i) * kUnitBytes);
+      }
+    }
   }
+  __device__ void store() const {
+#pragma unroll
+    for (int i = 0; i < kPartUnitsALane; ++i) {
+      if (lane_idx() + 32 * i < num_units) {
+        store_16(to + (lane_idx() + 32 * i) * kUnitBytes, units[i]);
+      }
+    }
+  }
+};
+
+// By a whole warp: parts `first` to `first + count` (at most kMostParts) of all rows, to the ranks where their tokens
+// are at home. Part number i is part i % P of row i / P; lane j knows where part number first + j goes.
+template <typename Hop>
+__device__ void send_parts(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyCombine& in,
+                           const int32_t (&mask)[kMaxLowLatencyRanks], int num_units, int first, int count) {
+  const int parts = num_parts(num_units), pairs_a_rank = in.shape.max_tokens * in.shape.num_topk;
   const int64_t row_bytes = static_cast<int64_t>(num_units) * kUnitBytes;
-  const int first = part * kPartUnits;
-  char* to = rows_to<Hop>(call, home, turn.slot) + static_cast<int64_t>(pair) * in.shape.row_bytes;
-  copy_units<8>(to + first * kUnitBytes, in.rows + from_place * row_bytes + first * kUnitBytes,
-                min(kPartUnits, num_units - first));
-  if constexpr (Hop::kPuts) {
-    if (is_far<Hop>(call, home)) {
-      uint64_t* words = words_of<Hop>(call, home, turn.slot, call.world.rank);
-      put_row<Hop>(call, turn, home, to + first * kUnitBytes, min(kPartUnits, num_units - first) * kUnitBytes,
-                   words + static_cast<int64_t>(pair) * num_parts(num_units) + part, word_of(turn, 0));
+  int my_place = 0, my_home = -1, my_pair = 0;
+  if (lane_idx() < count) {
+    const int row = (first + lane_idx()) / parts;
+    my_place = in.row_places[2 * (1 + row)];
+    const int goes_to = in.row_places[2 * (1 + row) + 1];
+    my_home = goes_to / pairs_a_rank;
+    my_pair = goes_to % pairs_a_rank;
+    my_home = mask[my_home] == kOpen ? my_home : -1;
+  }
+  const auto word_of_part = [&](int home, int pair, int part) {
+    return words_of<Hop>(call, home, turn.slot, call.world.rank) + static_cast<int64_t>(pair) * parts + part;
+  };
+  PartCopy copy;
+  const auto load = [&](int i) {
+    const int home = __shfl_sync(kFullWarp, my_home, i), begin = (first + i) % parts * kPartUnits;
+    const int64_t place = __shfl_sync(kFullWarp, my_place, i), pair = __shfl_sync(kFullWarp, my_pair, i);
+    if (home < 0) {
+      copy.num_units = 0;
       return;
+    }
+    char* row = rows_to<Hop>(call, home, turn.slot) + pair * in.shape.row_bytes;
+    copy.load(in.rows + place * row_bytes + begin * kUnitBytes, row + begin * kUnitBytes,
+              min(kPartUnits, num_units - begin));
+  };
+  load(0);
+  for (int i = 0; i < count; ++i) {
+    const PartCopy ready = copy;
+    if (i + 1 < count) {
+      load(i + 1);  // under way while this one is stored
+    }
+    ready.store();
+    if constexpr (Hop::kPuts) {
+      const int home = __shfl_sync(kFullWarp, my_home, i), pair = __shfl_sync(kFullWarp, my_pair, i);
+      if (home >= 0 && is_far<Hop>(call, home)) {
+        put_row<Hop>(call, turn, home, ready.to, ready.num_units * kUnitBytes,
+                     word_of_part(home, pair, (first + i) % parts), word_of(turn, 0));
+      }
     }
   }
   __syncwarp();
-  if (lane_idx() == 0) {
-    uint64_t* words = words_of(call, home, turn.slot, call.world.rank);
-    store_release(words + static_cast<int64_t>(pair) * num_parts(num_units) + part, word_of(turn, 0));
+  if (my_home >= 0 && !is_far<Hop>(call, my_home)) {
+    store_release(word_of_part(my_home, my_pair, (first + lane_idx()) % parts), word_of(turn, 0));
   }
 }
 
@@ -178,25 +229,28 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
       if (blockIdx.x == 0 && threadIdx.x < static_cast<unsigned int>(call.world.size)) {
         greet<Hop>(call, turn, threadIdx.x, mask[threadIdx.x], call.print);
       }
-      for (int task = warp_idx() * gridDim.x + blockIdx.x; task < num_tasks; task += gridDim.x * kCombineWarps) {
-        send_part<Hop>(call, turn, in, mask, num_units, task / num_parts(num_units), task % num_parts(num_units));
+      const int num_warps = gridDim.x * kCombineWarps, even = (num_tasks + num_warps - 1) / num_warps;
+      const int together = min(max(even, 1), kMostParts);
+      for (int i = warp_idx() * gridDim.x + blockIdx.x; i * together < num_tasks; i += num_warps) {
+        send_parts<Hop>(call, turn, in, mask, num_units, i * together, min(together, num_tasks - i * together));
       }
     }
     if (!call.receives) {
-      if (is_last(&call.state->num_sent)) {
-        end_sending(call, turn);
+      if (is_last(call, &call.state->num_sent)) {
+        end_sending(call, turn, look_at_end(call));
       }
       return;
     }
   }
   bool fine = sum_rows<Hop, Elem>(call, turn, in, num_units, blockIdx.x, gridDim.x);
-  if (!is_last(&call.state->num_received[turn.slot])) {
+  if (!is_last(call, &call.state->num_received[turn.slot])) {
     return;
   }
   while (take_lost(call, turn)) {
     fine = sum_rows<Hop, Elem>(call, turn, in, num_units, 0, 1);
   }
-  if (!fine || has_failed(call)) {
+  const LowLatencyEnd end = look_at_end(call);
+  if (!fine || end.has_failed) {
     float nan[RowMath<Elem>::kElems];
     for (float& value : nan) {
       value = __int_as_float(0x7FC00000);
@@ -206,10 +260,10 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     }
   }
   __syncthreads();
-  end_receiving<Hop>(call, turn, !fine);
   if (call.sends) {
-    end_sending(call, turn);
+    end_sending(call, turn, end);
   }
+  end_receiving<Hop>(call, turn, end, !fine);
 }
 
 // Waits as every call does before it writes a slot, and reads nothing of the peers.
@@ -221,8 +275,9 @@ __global__ void moe_ep_low_latency_refusal(const __grid_constant__ LowLatencyCal
     greet<Hop>(call, turn, threadIdx.x, mask[threadIdx.x], kRefusedBit | call.print);
   }
   __syncthreads();
-  end_receiving<Hop>(call, turn, false);
-  end_sending(call, turn);
+  const LowLatencyEnd end = look_at_end(call);
+  end_sending(call, turn, end);
+  end_receiving<Hop>(call, turn, end, false);
 }
 
 // Waits until every peer has read what this rank sent, so that nobody writes into this rank's memory any more.

@@ -101,18 +101,35 @@ __device__ inline uint64_t* row_words(uint64_t* words, const LowLatencyShape& sh
   return words + shape.most_local;
 }
 
-// By one thread: a word in the memory of `peer`; what this thread has seen written is there before it.
+// A word that stands for nothing but its own value, and a look at one.
+__device__ inline void store_relaxed(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ inline uint64_t load_relaxed(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// By one thread: a word in the memory of `peer`; what this thread has seen written is there before it where
+// `releases`.
 template <typename Hop>
-__device__ inline void post(const LowLatencyCall& call, int peer, uint64_t* word, uint64_t value) {
+__device__ inline void post(const LowLatencyCall& call, int peer, uint64_t* word, uint64_t value, bool releases) {
   if constexpr (Hop::kPuts) {
     if (is_far<Hop>(call, peer)) {
-      __threadfence_system();
+      if (releases) {
+        __threadfence_system();
+      }
       Hop::fence();  // an older value of the word must not come behind this one
       Hop::signal(word, value, peer);
       return;
     }
   }
-  store_release(word, value);
+  if (releases) {
+    store_release(word, value);
+  } else {
+    store_relaxed(word, value);
+  }
 }
 
 // By a whole warp, of which each lane has seen the row written: a row, or a part of one, that lies in the outbox, into
@@ -124,11 +141,6 @@ __device__ inline void put_row(const LowLatencyCall& call, const LowLatencyTurn&
   __threadfence_system();  // a network card reads the outbox
   __syncwarp();
   Hop::put(to, row, num_bytes, word, value, peer);
-}
-
-// A word that stands for nothing but its own value.
-__device__ inline void store_relaxed(uint64_t* word, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
 // By a whole warp: 16-byte units from one place to another, a batch of reads under way at a time.
@@ -278,13 +290,13 @@ __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatenc
   return shared_fine;
 }
 
-// By one lane a peer: what this rank says to it first.
+// By one lane a peer: what this rank says to it first. It holds for no rows: those have words of their own.
 template <typename Hop>
 __device__ inline void greet(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, int32_t mask,
                              uint32_t value) {
   if (mask != kLost) {
     post<Hop>(call, peer, &control_of<Hop>(call, peer)->greetings[turn.slot][call.world.rank],
-              word_of(turn, mask == kMasked ? value | kMaskedBit : value));
+              word_of(turn, mask == kMasked ? value | kMaskedBit : value), false);
   }
 }
 
@@ -320,7 +332,7 @@ __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLate
       const uint64_t expected = word_of(turn, 0);
       const uint64_t* word = &control_of(call, call.world.rank)->greetings[turn.slot][peer];
       bool open = mask_of(call, peer) == kOpen;
-      uint64_t seen = Hop::seen(word);
+      uint64_t seen = load_relaxed(word);
       if (open) {
         // A peer that has masked this rank does not wait for it, and may be ahead by any number of calls.
         open = wait_since<Hop>(call, turn, peer, kWaitHeader, word, expected, &seen);
@@ -353,13 +365,16 @@ __device__ inline bool begin_receiving(const LowLatencyCall& call, const LowLate
 // -- the end ------------------------------------------------------------------------------------------------------
 
 // By a whole block: whether it is the last of its kernel to count itself; what the others wrote is visible to it then.
-__device__ inline bool is_last(uint32_t* counter) {
+__device__ inline bool is_last(const LowLatencyCall& call, uint32_t* counter) {
   __shared__ bool shared_last;
-  __threadfence();
+  if (call.enable_shrink) {
+    __threadfence();  // between the masks that a thread has looked at and what the last block looks for (take_lost)
+  }
   __syncthreads();
   if (threadIdx.x == 0) {
-    shared_last = atomicAdd(counter, 1u) == gridDim.x - 1;
-    __threadfence();
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    shared_last = before == gridDim.x - 1;
   }
   __syncthreads();
   return shared_last;
@@ -368,25 +383,48 @@ __device__ inline bool is_last(uint32_t* counter) {
 // By the last block: whether a peer was lost since this was asked last, and the results have to be made anew.
 __device__ inline bool take_lost(const LowLatencyCall& call, const LowLatencyTurn& turn) {
   __shared__ bool shared_lost;
+  if (!call.enable_shrink) {
+    return false;
+  }
   __threadfence();  // between the masks that were looked at and the word
   __syncthreads();
   if (threadIdx.x == 0) {
-    shared_lost = call.enable_shrink && atomicExch(&call.state->lost[turn.slot], 0u) != 0;
+    shared_lost = atomicExch(&call.state->lost[turn.slot], 0u) != 0;
   }
   __syncthreads();
   return shared_lost;
 }
 
-// By the last block, when no block sends any more. To a masked rank nothing went: once it is taken in again, what it
-// has to have read is what was sent there before.
-__device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyTurn& turn) {
-  LowLatencyState* state = call.state;
-  if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
-    uint64_t& sent = state->sent[turn.slot][threadIdx.x];
-    const int32_t mask = mask_of(call, threadIdx.x);
-    sent = mask == kOpen ? word_of(turn, 0) : mask == kLost ? 0 : sent;
+// How things stand at the end, as the last block sees it: whether the exchange has failed, and the mask of peer number
+// `threadIdx.x`. Both loads are under way together.
+struct LowLatencyEnd {
+  bool has_failed;
+  int32_t mask;
+};
+__device__ inline LowLatencyEnd look_at_end(const LowLatencyCall& call) {
+  const bool is_peer = threadIdx.x < static_cast<unsigned int>(call.world.size);
+  const int32_t mask = is_peer ? mask_of(call, threadIdx.x) : kLost;
+  return {has_failed(call), mask};
+}
+
+// By a whole block: whether a peer may acknowledge rows that this rank has put, and that it did not wait for, because
+// it has masked this rank. Where it does not look for them, its greeting says so, or is of a later call already.
+__device__ inline bool has_unread(const LowLatencyCall& call, const LowLatencyTurn& turn, int32_t mask) {
+  bool is_unread = false;
+  if (mask == kOpen) {
+    const uint64_t seen = load_acquire(&control_of(call, call.world.rank)->greetings[turn.slot][threadIdx.x]);
+    is_unread = !same_call(seen, word_of(turn, 0)) || (value_of(seen) & kMaskedBit) != 0;
   }
-  __syncthreads();
+  return __syncthreads_or(is_unread) != 0;
+}
+
+// By the last block of a kernel that sent, when no block does any more. To a masked rank nothing went: once it is taken
+// in again, what it has to have read is what was sent there before.
+__device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyEnd& end) {
+  LowLatencyState* state = call.state;
+  if (threadIdx.x < static_cast<unsigned int>(call.world.size) && end.mask != kMasked) {
+    state->sent[turn.slot][threadIdx.x] = end.mask == kOpen ? word_of(turn, 0) : 0;
+  }
   if (threadIdx.x == 0) {
     state->num_sent = 0;
     state->epoch = turn.epoch + 1;
@@ -396,47 +434,30 @@ __device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyT
   }
 }
 
-// By a whole block: whether a peer may acknowledge rows that this rank has put, and that it did not wait for, because
-// it has masked this rank. Where it does not look for them, its greeting says so, or is of a later call already.
-__device__ inline bool has_unread(const LowLatencyCall& call, const LowLatencyTurn& turn) {
-  bool is_unread = false;
-  const int peer = threadIdx.x;
-  if (peer < call.world.size && mask_of(call, peer) == kOpen) {
-    const uint64_t seen = load_acquire(&control_of(call, call.world.rank)->greetings[turn.slot][peer]);
-    is_unread = !same_call(seen, word_of(turn, 0)) || (value_of(seen) & kMaskedBit) != 0;
-  }
-  return __syncthreads_or(is_unread) != 0;
-}
-
-// By the last block, when no block reads any more: the peers may write this slot again. The own ack comes last too: the
-// next call in the slot may be running on another stream, and counts in the same words.
+// By the last block of a kernel that received, when no block reads any more: the peers may write this slot again. The
+// own ack comes last too: the next call in the slot may be running on another stream, and counts in the same words.
 template <typename Hop>
-__device__ inline void end_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn, bool is_given_up) {
+__device__ inline void end_receiving(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyEnd& end,
+                                     bool is_given_up) {
   const int peer = threadIdx.x;
   if constexpr (Hop::kPuts) {
-    if (has_unread(call, turn) || is_given_up) {
-      if (threadIdx.x == 0 && !has_failed(call)) {
+    if (has_unread(call, turn, end.mask) || is_given_up) {
+      if (threadIdx.x == 0 && !end.has_failed) {
         Hop::settle();  // otherwise rows that nobody waits for could come over those of the next call in the slot
       }
-      __syncthreads();
     }
   }
-  bool tells = false;
-  if (peer < call.world.size) {
-    const bool failed = has_failed(call);
-    tells = mask_of(call, peer) != kLost && !failed;
+  if (peer < call.world.size && call.stats != nullptr) {
     uint64_t& waited = call.state->waited_ns[turn.slot][peer];
-    if (call.stats != nullptr) {
-      call.stats[peer] += (waited + 500) / 1000;
-    }
+    call.stats[peer] += (waited + 500) / 1000;
     waited = 0;
   }
   if (threadIdx.x == 0) {
     call.state->num_received[turn.slot] = 0;
   }
   __syncthreads();
-  if (tells) {
-    post<Hop>(call, peer, &control_of<Hop>(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0));
+  if (end.mask != kLost && !end.has_failed) {
+    post<Hop>(call, peer, &control_of<Hop>(call, peer)->acks[turn.slot][call.world.rank], word_of(turn, 0), true);
   }
 }
 

@@ -24,45 +24,57 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
   const ReceiveShared received = {shared_ints + num_cached, shared_ints + num_cached + num_keys,
                                   shared_ints + num_cached + 2 * num_keys};
   if (call.sends) {
-    if (threadIdx.x >= 32) {  // the first warp looks for acks
-      cache_keys(in, num_cached, threadIdx.x - 32, kDispatchThreads - 32, shared_ints);
-    }
+    const bool counts = blockIdx.x == gridDim.x - 1;
     const auto key_at = [&](int pair) { return pair < num_cached ? shared_ints[pair] : key_of(in, pair); };
+    Units units;  // of the token in hand, on their way
+    load_units<kFp8>(in, blockIdx.x, 0, units);
+    if (counts) {
+      begin_counts(in, num_keys, received.counts, shared);
+    }
+    if (threadIdx.x >= 32) {  // the first warp looks for acks
+      constexpr int kStep = kDispatchThreads - 32;
+      cache_keys(in, num_cached, threadIdx.x - 32, kStep, shared_ints);
+      if (counts) {
+        count_pairs(in, threadIdx.x - 32, kStep, key_at, received.counts, shared);
+      }
+    }
     if (begin_sending<Hop>(call, turn, shared.mask)) {
-      if (blockIdx.x == gridDim.x - 1) {
-        send_counts<Hop>(call, turn, in, key_at, shared, received.counts);
+      if (counts) {
+        send_counts<Hop>(call, turn, in, num_keys, received.counts, shared);
       }
       for (int token = blockIdx.x; token < in.num_tokens; token += gridDim.x) {
-        send_token<Hop, kFp8>(call, turn, in, token, key_at, shared);
+        send_token<Hop, kFp8>(call, turn, in, token, key_at, shared, units);
+        load_units<kFp8>(in, token + gridDim.x, 0, units);
       }
     }
     if (!call.receives) {
-      if (is_last(&call.state->num_sent)) {
-        end_sending(call, turn);
+      if (is_last(call, &call.state->num_sent)) {
+        end_sending(call, turn, look_at_end(call));
       }
       return;
     }
   }
   bool fine = receive_rows<Hop, kFp8>(call, turn, in, received, blockIdx.x, gridDim.x, open);
-  if (!is_last(&call.state->num_received[turn.slot])) {
+  if (!is_last(call, &call.state->num_received[turn.slot])) {
     return;
   }
   while (take_lost(call, turn)) {
     fine = receive_rows<Hop, kFp8>(call, turn, in, received, 0, 1, open);
   }
-  if (!fine || has_failed(call)) {
+  const LowLatencyEnd end = look_at_end(call);
+  if (!fine || end.has_failed) {
     receive_nothing(call, in);
   } else {
     close_slots(call, in, open);
     for (int expert = threadIdx.x; in.cumulative != nullptr && expert < in.num_local; expert += kDispatchThreads) {
-      in.cumulative[expert] += in.recv_count[expert];
+      in.cumulative[expert] += rows_of_expert(received, call.world.size, expert);
     }
   }
   __syncthreads();
-  end_receiving<Hop>(call, turn, !fine);
   if (call.sends) {
-    end_sending(call, turn);
+    end_sending(call, turn, end);
   }
+  end_receiving<Hop>(call, turn, end, !fine);
 }
 
 template <typename Hop>

@@ -23,14 +23,28 @@ __device__ inline int exclusive_in_warp(int value, int* total) {
   return inclusive - value;
 }
 
-// By a whole block: the counts of all sources, and their sums.
+__device__ inline int rows_of_expert(const ReceiveShared& shared, int size, int expert) {
+  return shared.begins[(expert + 1) * size] - shared.begins[expert * size];
+}
+
+// The word with the count number `i`, by (source, local expert).
+__device__ inline const uint64_t* count_word(const LowLatencyCall& call, const LowLatencyTurn& turn, int num_local,
+                                             int i) {
+  return words_of(call, call.world.rank, turn.slot, i / num_local) + i % num_local;
+}
+
+// By a whole block: the counts of all sources, and their sums. `seen`: a first look at count number `threadIdx.x`.
 template <typename Hop>
 __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                                  const bool (&open)[kMaxLowLatencyRanks], const ReceiveShared& shared) {
+                                  const bool (&open)[kMaxLowLatencyRanks], const ReceiveShared& shared, uint64_t seen) {
   const int size = call.world.size, num_local = in.num_local, most = in.shape.max_tokens;
   for (int i = threadIdx.x; i < size * num_local; i += kDispatchThreads) {
     const int source = i / num_local;
-    const uint64_t* word = words_of(call, call.world.rank, turn.slot, source) + i % num_local;
+    if (i == static_cast<int>(threadIdx.x) && open[source] && same_call(seen, word_of(turn, 0))) {
+      shared.counts[i] = value_of(seen);
+      continue;
+    }
+    const uint64_t* word = count_word(call, turn, num_local, i);
     shared.counts[i] = open[source] ? wait_value<Hop>(call, turn, source, kWaitHeader, word, 0) : 0;
   }
   __syncthreads();
@@ -107,11 +121,14 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
                              const ReceiveShared& shared, int block, int num_blocks,
                              bool (&open)[kMaxLowLatencyRanks]) {
   const uint64_t began = now_ns();
+  const int size = call.world.size, num_local = in.num_local;
+  // Under way beside the greetings; a count stands for nothing but its own value.
+  const bool looks = static_cast<int>(threadIdx.x) < size * num_local;
+  const uint64_t seen = looks ? load_relaxed(count_word(call, turn, num_local, threadIdx.x)) : 0;
   if (!begin_receiving<Hop>(call, turn, block == 0, open)) {
     return false;
   }
-  count_rows<Hop>(call, turn, in, open, shared);
-  const int size = call.world.size, num_local = in.num_local;
+  count_rows<Hop>(call, turn, in, open, shared, seen);
   const int num_places = size * in.shape.max_tokens, num_rows = shared.begins[num_local * size];
   for (int row = warp_idx() * num_blocks + block; row < num_rows; row += num_blocks * kDispatchWarps) {
     receive_row<Hop, kFp8>(call, turn, in, shared, row, began);
@@ -119,7 +136,7 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
   const int num_all = num_local * num_places;
   for (int i = block * kDispatchThreads + threadIdx.x; i < num_all; i += num_blocks * kDispatchThreads) {
     const int expert = i / num_places;
-    if (i % num_places >= shared.begins[(expert + 1) * size] - shared.begins[expert * size]) {
+    if (i % num_places >= rows_of_expert(shared, size, expert)) {
       in.src_info[i] = -1;
     }
   }
@@ -130,7 +147,7 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
                            static_cast<int64_t>(shared.begins[i + 1] - shared.begins[i]);
     }
     for (int expert = threadIdx.x; expert < num_local; expert += kDispatchThreads) {
-      in.recv_count[expert] = shared.begins[(expert + 1) * size] - shared.begins[expert * size];
+      in.recv_count[expert] = rows_of_expert(shared, size, expert);
     }
     if (threadIdx.x == 0) {
       in.row_places[0] = num_rows;

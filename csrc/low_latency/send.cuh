@@ -62,24 +62,24 @@ __device__ inline void cache_keys(const LowLatencyDispatch& in, int count, int f
   }
 }
 
-// By a whole block: greets all ranks and tells them how many rows each of their experts gets. `counts`: [W *
-// most_local].
-template <typename Hop, typename KeyAt>
-__device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                                   const KeyAt& key_at, SendShared& shared, int32_t* counts) {
-  const int num_keys = call.world.size * in.shape.most_local;
-  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+// The counting block finds out how many rows each expert gets, before it may tell anybody: first, by all threads, the
+// counters are made ready.
+__device__ inline void begin_counts(const LowLatencyDispatch& in, int num_keys, int32_t* counts, SendShared& shared) {
   for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
     counts[key] = 0;
   }
   if (threadIdx.x == 0) {
-    shared.bad_slot = num_pairs;
-  }
-  if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
-    greet<Hop>(call, turn, threadIdx.x, shared.mask[threadIdx.x], call.print);
+    shared.bad_slot = static_cast<int>(in.num_tokens) * in.shape.num_topk;
   }
   __syncthreads();
-  for (int pair = threadIdx.x; pair < num_pairs; pair += kDispatchThreads) {
+}
+
+// By threads `first`, `first + step` ..., which looked up the keys of the same pairs.
+template <typename KeyAt>
+__device__ inline void count_pairs(const LowLatencyDispatch& in, int first, int step, const KeyAt& key_at,
+                                   int32_t* counts, SendShared& shared) {
+  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+  for (int pair = first; pair < num_pairs; pair += step) {
     const int key = key_at(pair);
     if (key >= 0) {
       atomicAdd(&counts[key], 1);
@@ -87,7 +87,15 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
       atomicMin(&shared.bad_slot, pair);
     }
   }
-  __syncthreads();
+}
+
+// By a whole block that has counted: greets all ranks and tells them how many rows each of their experts gets.
+template <typename Hop>
+__device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
+                                   int num_keys, const int32_t* counts, const SendShared& shared) {
+  if (threadIdx.x < static_cast<unsigned int>(call.world.size)) {
+    greet<Hop>(call, turn, threadIdx.x, shared.mask[threadIdx.x], call.print);
+  }
   for (int key = threadIdx.x; key < num_keys; key += kDispatchThreads) {
     const int peer = key / in.shape.most_local, local = key % in.shape.most_local;
     if (shared.mask[peer] == kOpen) {
@@ -107,6 +115,7 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
       report(call, kTooManyRows, key, counts[key], in.shape.max_tokens);
     }
   }
+  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
   HostRecord::Fault& fault = call.world.record->bad_idx;
   if (threadIdx.x == 0 && shared.bad_slot < num_pairs && load_acquire(&fault.valid) == 0) {
     const int64_t values[4] = {shared.bad_slot, id_of(in, shared.bad_slot), in.shape.num_topk, in.shape.num_experts};
@@ -115,7 +124,6 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
     }
     store_release(&fault.valid, 1);
   }
-  __syncthreads();
 }
 
 // By a whole warp: where the row of `pair` goes. At its destination the rows of a source lie in the order of (local
@@ -218,25 +226,35 @@ __device__ inline void store_to_all(const SendShared& shared, int num_topk, int 
   }
 }
 
-// By a whole block: one token to all its experts.
-template <typename Hop, bool kFp8, typename KeyAt>
-__device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
-                           int token, const KeyAt& key_at, SendShared& shared) {
-  const int num_topk = in.shape.num_topk;
+// A unit is what a thread stores at once. FP8: two reads of 16 bytes make one; otherwise a read is one, and a thread
+// has two units.
+struct Units {
+  uint4 raw[2];
+};
+
+template <bool kFp8>
+__device__ inline int num_units_of(const LowLatencyDispatch& in) {
+  return in.shape.hidden * in.elem_bytes / (kFp8 ? 2 * kUnitBytes : kUnitBytes);
+}
+
+// By a whole block: this thread's part of a token's units from `first` on; zeros where there is none.
+template <bool kFp8>
+__device__ inline void load_units(const LowLatencyDispatch& in, int token, int first, Units& units) {
   const int row_bytes = in.shape.hidden * in.elem_bytes;
   const char* x = static_cast<const char*>(in.x) + static_cast<int64_t>(token) * row_bytes;
-  // A unit is what a thread stores at once. FP8: two reads of 16 bytes make one; otherwise a read is one.
-  const int num_units = row_bytes / (kFp8 ? 2 * kUnitBytes : kUnitBytes);
-  const auto load = [&](int first, uint4(&raw)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int unit = kFp8 ? first + threadIdx.x : first + half * kDispatchThreads + threadIdx.x;
-      const int read = kFp8 ? 2 * unit + half : unit;
-      raw[half] = unit < num_units ? load_16(x + static_cast<int64_t>(read) * kUnitBytes) : make_uint4(0, 0, 0, 0);
-    }
-  };
-  uint4 raw[2];
-  load(0, raw);  // under way while the targets are found
+  for (int half = 0; half < 2; ++half) {
+    const int unit = first + threadIdx.x + (kFp8 ? 0 : half * kDispatchThreads);
+    const int at = (kFp8 ? 2 * unit + half : unit) * kUnitBytes;
+    units.raw[half] = token < in.num_tokens && at < row_bytes ? load_16(x + at) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// By a whole block: one token to all its experts. `units`: the first of them, on their way.
+template <typename Hop, bool kFp8, typename KeyAt>
+__device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
+                           int token, const KeyAt& key_at, SendShared& shared, Units& units) {
+  const int num_topk = in.shape.num_topk, num_units = num_units_of<kFp8>(in);
   for (int slot = warp_idx(); slot < num_topk; slot += kDispatchWarps) {
     aim<Hop>(call, turn, in, token * num_topk + slot, key_at, shared, &shared.targets[slot]);
   }
@@ -244,12 +262,12 @@ __device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& tur
   constexpr int kStep = kFp8 ? kDispatchThreads : 2 * kDispatchThreads;
   for (int first = 0; first < num_units; first += kStep) {
     if (first > 0) {
-      load(first, raw);
+      load_units<kFp8>(in, token, first, units);
     }
     const int unit = first + threadIdx.x;
     if constexpr (kFp8) {
       float scale;
-      const uint4 codes = cast_to_fp8(raw, in.format != LowLatencyFormat::kFp8, &scale);
+      const uint4 codes = cast_to_fp8(units.raw, in.format != LowLatencyFormat::kFp8, &scale);
       if (unit < num_units) {
         if (unit % 8 == 0) {
           shared.scales[unit / 8] = scale;
@@ -260,7 +278,7 @@ __device__ void send_token(const LowLatencyCall& call, const LowLatencyTurn& tur
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (unit + half * kDispatchThreads < num_units) {
-          store_to_all(shared, num_topk, unit + half * kDispatchThreads, raw[half]);
+          store_to_all(shared, num_topk, unit + half * kDispatchThreads, units.raw[half]);
         }
       }
     }
