@@ -39,13 +39,23 @@ __device__ inline void arrive(uint64_t* barrier, uint32_t count = 1) {
 // Makes initialised barriers and ordinary accesses known to the copy engine, and what it wrote known to readers.
 __device__ inline void fence_copy_engine() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ inline void load_bulk(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
+// Arrives, and says how many bytes will come besides.
+__device__ inline void expect_bytes(uint64_t* barrier, uint32_t num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
+}
+
+// Bytes that `barrier` expects.
+__device__ inline void load_expected(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)),
                "l"(global), "r"(num_bytes), "r"(shared_address(barrier))
                : "memory");
+}
+
+__device__ inline void load_bulk(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
+  expect_bytes(barrier, num_bytes);
+  load_expected(shared, global, num_bytes, barrier);
 }
 
 // The limit lets the thread sleep as long as it takes, within it, rather than poll; it ends nothing.
@@ -60,6 +70,21 @@ __device__ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
       "}" ::"r"(shared_address(barrier)),
       "r"(parity), "r"(kSleepNs)
       : "memory");
+}
+
+// Whether that wait would end at once.
+__device__ inline bool test_barrier(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred done;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, done;\n\t"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 
 __device__ inline void store_bulk(void* global, const void* shared, uint32_t num_bytes) {

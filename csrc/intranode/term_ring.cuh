@@ -84,15 +84,17 @@ static_assert(kItems >= 2 * kDescribed, "some are looked up while others are wor
 static_assert(kMaxRingStages <= 32 && kMaxTerms <= 32, "a lane for each");
 static_assert(kMaxTerms <= kMaxRingStages, "all terms of a piece lie in the ring together");
 
-// What comes of a ticket begins behind so many items and terms, pieces of rows, of the tickets before.
+// What comes of a ticket begins behind so many items, pieces of output rows, and terms of those pieces.
 struct Begin {
   uint32_t ticket;
   uint32_t num_items;
+  uint32_t num_pieces;
   uint32_t num_terms;
 };
 
-// One team's part of shared memory beside its stages. `full` is for the warps that add or send, `empty` for the one
-// that fetches. Tickets are handed on to all other warps, items to those that fetch and add, in rings of their own.
+// One team's part of shared memory beside its stages. `full` is for the warps that add or send, one for each piece;
+// `empty` for the one that fetches, one for each stage. There are never more pieces on their way than stages. Tickets
+// are handed on to all other warps, items to those that fetch and add, in rings of their own.
 template <typename Wide>
 struct TeamState {
   uint64_t full[kMaxRingStages], empty[kMaxRingStages];
@@ -112,6 +114,7 @@ struct Team {
   int stage = 0;
   uint32_t parity = 0;
   uint32_t num_items = 0;
+  uint32_t num_pieces = 0;
   uint32_t num_terms = 0;    // of the warp that looks up
   uint32_t num_tickets = 0;  // so far; of the other warps those before the one in hand
   uint32_t upcoming = 0;     // ticket, in lane 0 of the warp that looks up: drawn early, since drawing takes a while
@@ -149,7 +152,9 @@ struct Team {
     return static_cast<uint32_t>((row_bytes + cut.piece_bytes - 1) / cut.piece_bytes);
   }
 
-  __device__ void skip_stages(int count) {
+  // Behind a piece of `count` terms.
+  __device__ void skip_piece(int count) {
+    num_pieces += count > 0 ? 1 : 0;
     stage += count;
     if (stage >= cut.num_stages) {
       stage -= cut.num_stages;
@@ -177,7 +182,7 @@ struct Team {
     const uint32_t slot = num_tickets % kTickets;
     if (lane_idx() == 0) {
       wait_barrier(&state.ticket_empty[slot], (num_tickets / kTickets + 1) % 2);
-      state.begins[slot] = {ticket, num_items, num_terms};
+      state.begins[slot] = {ticket, num_items, num_pieces, num_terms};
       arrive(&state.ticket_full[slot]);
     }
     ++num_tickets;
@@ -191,12 +196,13 @@ struct Team {
     wait_barrier(&state.ticket_full[slot], num_tickets / kTickets % 2);
     const Begin& begin = state.begins[slot];
     num_items = begin.num_items;
+    num_pieces = begin.num_pieces;
     stage = static_cast<int>(begin.num_terms % cut.num_stages);
     parity = begin.num_terms / cut.num_stages % 2;
     return begin.ticket;
   }
 
-  // A wait for a stage knows the use of it only by its parity. So a warp that was not there for the rows before waits
+  // A wait for a piece knows it only by its parity. So a warp that was not there for the rows before waits
   // until those who were have seen them come.
   __device__ void begin_rows(bool for_me) {
     if (for_me && !had_last) {
@@ -228,7 +234,7 @@ struct Team {
   // lanes, writes the `count` (at most kDescribed) items from `row` on.
   template <typename Describe>
   __device__ void look_up(int64_t row_bytes, int64_t first, int64_t end, Describe describe) {
-    const uint32_t num_pieces = pieces_of(row_bytes);
+    const uint32_t pieces = pieces_of(row_bytes);
     for (int64_t row = first; row < end; row += kDescribed) {
       const int count = static_cast<int>(min64(kDescribed, end - row));
       Item<Wide>* items[kDescribed];
@@ -243,7 +249,9 @@ struct Team {
       describe(row, count, items);
       __syncwarp();
       for (int i = 0; i < count; ++i) {
-        num_terms += state.items[(num_items + i) % kItems].count * num_pieces;
+        const int num_here = state.items[(num_items + i) % kItems].count;
+        num_pieces += num_here > 0 ? pieces : 0;
+        num_terms += num_here * pieces;
       }
       __syncwarp();  // what is handed on may be written over
       if (lane_idx() < count) {
@@ -255,6 +263,7 @@ struct Team {
 
   // By the warp that looks up: rows that come without items.
   __device__ void pass_by(int64_t row_bytes, int64_t num_rows) {
+    num_pieces += static_cast<uint32_t>(num_rows) * pieces_of(row_bytes);
     num_terms += static_cast<uint32_t>(num_rows) * pieces_of(row_bytes);
   }
 
@@ -266,19 +275,39 @@ struct Team {
     }
   }
 
-  // Piece by piece, a lane a term.
+  __device__ uint64_t* full_piece() { return &state.full[num_pieces % kMaxRingStages]; }
+  __device__ void wait_piece() { wait_barrier(full_piece(), num_pieces / kMaxRingStages % 2); }
+
+  // Piece by piece, a lane a term; a term is under way as soon as its stage is free, whether or not others wait.
   __device__ void fetch_terms(int64_t row_bytes, const Item<Wide>& item) {
     const int count = item.count, lane = lane_idx();
     for (int64_t offset = 0; offset < row_bytes && count > 0; offset += cut.piece_bytes) {
-      if (lane < count) {
-        const bool wraps = stage + lane >= cut.num_stages;
-        const int mine = stage + lane - (wraps ? cut.num_stages : 0);
-        wait_barrier(&state.empty[mine], parity ^ (wraps ? 0 : 1));
-        load_bulk(stages + mine * cut.stage_bytes, reinterpret_cast<const char*>(item.address[lane]) + offset,
-                  static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)), &state.full[mine]);
+      const uint32_t num_bytes = static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset));
+      const bool wraps = stage + lane >= cut.num_stages;
+      const int mine = stage + lane - (wraps ? cut.num_stages : 0);
+      const uint32_t mine_parity = parity ^ (wraps ? 0 : 1);
+      if (lane == 0) {
+        wait_barrier(&state.empty[mine], mine_parity);
+        expect_bytes(full_piece(), count * num_bytes);
       }
       __syncwarp();
-      skip_stages(count);
+      bool waits = lane < count;
+      for (;;) {
+        if (waits && test_barrier(&state.empty[mine], mine_parity)) {
+          load_expected(stages + mine * cut.stage_bytes, reinterpret_cast<const char*>(item.address[lane]) + offset,
+                        num_bytes, full_piece());
+          waits = false;
+        }
+        const unsigned int waiting = __ballot_sync(kFullWarp, waits);
+        if (waiting == 0) {
+          break;
+        }
+        if (lane == __ffs(waiting) - 1) {
+          wait_barrier(&state.empty[mine], mine_parity);
+        }
+        __syncwarp();
+      }
+      skip_piece(count);
     }
   }
 
@@ -289,9 +318,9 @@ struct Team {
         if (lane_idx() == 0) {
           wait_barrier(&state.empty[stage], parity ^ 1);
           load_bulk(stages + stage * cut.stage_bytes, rows + row * row_bytes + offset,
-                    static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)), &state.full[stage]);
+                    static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)), full_piece());
         }
-        skip_stages(1);
+        skip_piece(1);
       }
     }
     __syncwarp();
@@ -304,7 +333,7 @@ struct Team {
     if (lane_idx() == 0) {
       for (int64_t row = first; row < end; ++row) {
         for (int64_t offset = 0; offset < row_bytes; offset += cut.piece_bytes) {
-          wait_barrier(&state.full[stage], parity);
+          wait_piece();
           store_bulk(out + row * row_bytes + offset, stages + stage * cut.stage_bytes,
                      static_cast<uint32_t>(min64(cut.piece_bytes, row_bytes - offset)));
           commit_stores();
@@ -313,7 +342,7 @@ struct Team {
             arrive(&state.empty[unread], kTeam);
           }
           unread = stage;
-          skip_stages(1);
+          skip_piece(1);
         }
       }
     }
@@ -344,12 +373,10 @@ struct Team {
 
   // By the adding warps: until the `count` terms of the next piece have come. They stay until `release_terms`.
   __device__ void wait_terms(int count) {
-    if (lane_idx() < count) {
-      const int mine = stage + lane_idx();
-      const bool wraps = mine >= cut.num_stages;
-      wait_barrier(&state.full[mine - (wraps ? cut.num_stages : 0)], parity ^ (wraps ? 1 : 0));
+    if (count > 0) {
+      wait_piece();
     }
-    __syncwarp();  // what one lane has seen come, all may read
+    __syncwarp();
   }
 
   __device__ void release_terms(int count) {
@@ -358,7 +385,7 @@ struct Team {
       const int mine = stage + lane_idx();
       arrive(&state.empty[mine - (mine >= cut.num_stages ? cut.num_stages : 0)]);
     }
-    skip_stages(count);
+    skip_piece(count);
   }
 
   // Goes over the terms of the piece in hand, in their order: where each begins in shared memory.
