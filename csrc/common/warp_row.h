@@ -6,10 +6,11 @@
 #include <climits>
 #include <cstdint>
 
+#include "common/warp.cuh"
+
 namespace moe_ep {
 
 constexpr int kWarp = 32;
-constexpr unsigned int kFullWarp = 0xFFFFFFFFu;
 
 template <typename Value>
 __device__ Value warp_max(Value value) {

@@ -3,11 +3,10 @@
 // (generation, epoch).
 #pragma once
 
+#include "common/warp.cuh"
 #include "exchange/exchange.h"
 
 namespace moe_ep {
-
-constexpr unsigned int kFullWarp = 0xFFFFFFFFu;
 
 __device__ inline uint64_t load_acquire(const uint64_t* word) {
   uint64_t value;
@@ -36,9 +35,6 @@ __device__ inline uint64_t now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
   return time;
 }
-
-__device__ inline int lane_idx() { return threadIdx.x % 32; }
-__device__ inline int warp_idx() { return threadIdx.x / 32; }
 
 // One call as a block sees it.
 struct Turn {

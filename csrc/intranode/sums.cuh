@@ -6,16 +6,6 @@
 
 namespace moe_ep {
 
-__device__ inline int exclusive_scan(int value, int* total) {
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(kFullWarp, sum, step);
-    sum += lane_idx() >= step ? before : 0;
-  }
-  *total = __shfl_sync(kFullWarp, sum, 31);
-  return sum - value;
-}
-
 // By a whole warp: turns column `i` of chunk counts into exclusive sums, over all chunks for an expert, within each
 // source for a rank. Those of the own rank say at which row each chunk begins, for the kernels that follow.
 __device__ inline void scan_column(const World& world, const PlanInput& in, int i) {

@@ -2,13 +2,13 @@
 
 #include "common/check.h"
 #include "common/grid.h"
+#include "common/warp.cuh"
 #include "layer/layout_count.h"
 
 namespace moe_ep {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr unsigned int kFullWarp = 0xFFFFFFFFu;
 // "Nothing found yet", and the greatest unsigned value: atomicMin keeps the first position in reading order.
 constexpr int64_t kNone = -1;
 
@@ -16,7 +16,7 @@ constexpr int64_t kNone = -1;
 // share one atomic: with skewed routing all 32 name the same expert, and 32 atomics on one address would take turns.
 __device__ void count_by_warp(int32_t* counters, int key) {
   const unsigned int same_key = __match_any_sync(kFullWarp, key);
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_idx();
   if (key >= 0 && lane == __ffs(same_key) - 1) {
     atomicAdd(&counters[key], __popc(same_key));
   }

@@ -10,14 +10,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-__device__ int64_t first_token() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
+__device__ int64_t first_token() { return static_cast<int64_t>(blockIdx.x) * kWarps + warp_idx(); }
 __device__ int64_t token_step() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
 // A warp a token, 32 experts at a time.
 __global__ void __launch_bounds__(kThreads)
     slots_of_map_kernel(const uint8_t* __restrict__ map, const float* __restrict__ probs, int64_t* __restrict__ idx,
                         float* __restrict__ weights, int64_t num_tokens, int num_experts, int num_slots) {
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_idx();
   for (int64_t token = first_token(); token < num_tokens; token += token_step()) {
     const int64_t row = token * num_experts, out = token * num_slots;
     int num_found = 0;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     slots_of_map_backward_kernel(const int64_t* __restrict__ idx, const float* __restrict__ grad_weights,
                                  float* grad_probs, int64_t num_tokens, int num_experts, int num_slots) {
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_idx();
   for (int64_t token = first_token(); token < num_tokens; token += token_step()) {
     const int64_t row = token * num_experts, in = token * num_slots;
     for (int expert = lane; expert < num_experts; expert += 32) {

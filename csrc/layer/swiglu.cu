@@ -6,6 +6,7 @@
 #include "common/device_limits.h"
 #include "common/float_math.cuh"
 #include "common/grid.h"
+#include "common/warp.cuh"
 #include "layer/swiglu.h"
 
 namespace moe_ep {
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(kThreads)
                                     int64_t packs_per_row) {
   constexpr int kWarps = kThreads / 32;
   const int64_t num_real = rows_that_count(num_rows_device, num_rows);
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarps + warp_idx();
+  const int lane = lane_idx();
   for (int64_t row = first; row < num_rows; row += static_cast<int64_t>(gridDim.x) * kWarps) {
     const bool is_real = row < num_real;
     const float weight = is_real ? row_weights[row] : 0.0f;

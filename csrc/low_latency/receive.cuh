@@ -12,17 +12,6 @@ struct ReceiveShared {
   int32_t* begins;  // [L * W + 1] the first row handed out of each (expert, source); the last entry is R
 };
 
-__device__ inline int exclusive_in_warp(int value, int* total) {
-  int inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int before = __shfl_up_sync(kFullWarp, inclusive, offset);
-    inclusive += lane_idx() >= offset ? before : 0;
-  }
-  *total = __shfl_sync(kFullWarp, inclusive, 31);
-  return inclusive - value;
-}
-
 __device__ inline int rows_of_expert(const ReceiveShared& shared, int size, int expert) {
   return shared.begins[(expert + 1) * size] - shared.begins[expert * size];
 }
@@ -76,7 +65,7 @@ __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTu
       const bool inside = i < length;
       const int count =
           !inside ? 0 : shared.counts[task < size ? task * num_local + i : i % size * num_local + i / size];
-      const int sum = before + exclusive_in_warp(task < size ? count : min(count, most), &total);
+      const int sum = before + exclusive_scan(task < size ? count : min(count, most), &total);
       if (inside) {
         (task < size ? shared.bases + task * num_local : shared.begins)[i] = sum;
       }

@@ -29,6 +29,7 @@ def exchange(group: dist.ProcessGroup) -> int:
                     _round_trip(buffer, hidden, layout, max_rows)
                     num_trips += 1
             _normal_mode(buffer, hidden)
+            _low_latency(buffer, hidden)
         assert buffer.all_reduce(torch.ones(3, device="cuda")).tolist() == [float(buffer.group_size)] * 3
         torch.cuda.synchronize()
         buffer.check()
@@ -66,6 +67,24 @@ def _normal_mode(buffer: moe_ep.Buffer, hidden: int) -> None:
     y, summed, _ = buffer.combine(rows, handle, topk_weights=row_weights, bias=x)
     assert summed is not None
     assert bool(y.isfinite().all())
+
+
+@torch.no_grad()
+def _low_latency(buffer: moe_ep.Buffer, hidden: int) -> None:
+    """In one kernel and in two halves, rows as they are and in FP8."""
+    x, idx, weights = _inputs(buffer.rank, hidden)
+    for in_halves in (False, True):
+        rows, _, handle, _, receive = buffer.low_latency_dispatch(
+            x, idx, 48, 8, use_fp8=in_halves and hidden % 128 == 0, return_recv_hook=in_halves
+        )
+        if receive is not None:
+            receive()
+        made = torch.ones(handle.shape, dtype=torch.bfloat16, device="cuda")
+        y, _, receive = buffer.low_latency_combine(made, idx, weights, handle, return_recv_hook=in_halves)
+        if receive is not None:
+            receive()
+        assert y.shape == x.shape
+        assert bool(y.isfinite().all())
 
 
 def main() -> int:
