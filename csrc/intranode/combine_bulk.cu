@@ -391,9 +391,10 @@ __global__ void moe_ep_combine_bulk(const __grid_constant__ Call, const __grid_c
 }  // namespace
 
 void launch_combine_bulk(const Call& call, const CombineInput& input, RowKind kind, int num_sms, cudaStream_t stream) {
-  // A slot of a token brings one term at most: a row of this rank's, or one of the row that its rank has reduced.
+  // A slot of a token brings one term at most: a row of this rank's, or the sum of the rank that has it. But where a
+  // slot stands for a row of the node (backend internode), a token has one, and still goes to any number of ranks.
   const int size = call.world.size, num_topk = input.num_topk;
-  const int max_terms = input.expert_major || num_topk < size ? num_topk : size;
+  const int max_terms = input.expert_major && num_topk > size ? num_topk : size;
   const double usual_terms = (input.expert_major ? usual_slots(num_topk, size) : 1) + usual_peers(num_topk, size);
   for_kind(kind, [&](auto elem) {
     constexpr auto kernel = moe_ep_combine_bulk<decltype(elem)>;

@@ -195,6 +195,12 @@ __device__ inline void miss(const LowLatencyCall& call, const LowLatencyTurn& tu
   give_up(call.world, {turn.generation, turn.epoch, 0, turn.slot}, peer, phase, expected, seen);
 }
 
+// Whether this rank waits for `peer`. For itself it does though it has masked itself: its own ack keeps its next call
+// in a slot out of the words of the last one, which may be running on another stream.
+__device__ inline bool is_awaited(const LowLatencyCall& call, int peer, int32_t mask) {
+  return mask == kOpen || (mask == kMasked && peer == call.world.rank);
+}
+
 // Polls a word that `peer` writes until `ready(value)`: false where the peer is masked or lost, or the exchange failed.
 template <typename Hop, typename Ready>
 __device__ bool wait_for_peer(const LowLatencyCall& call, const LowLatencyTurn& turn, int peer, Phase phase,
@@ -209,7 +215,7 @@ __device__ bool wait_for_peer(const LowLatencyCall& call, const LowLatencyTurn& 
     if (round % 32 != 31) {
       continue;
     }
-    if (has_failed(call) || mask_of(call, peer) != kOpen) {
+    if (has_failed(call) || !is_awaited(call, peer, mask_of(call, peer))) {
       return false;
     }
     const uint64_t now = now_ns();
@@ -269,7 +275,7 @@ __device__ inline bool begin_sending(const LowLatencyCall& call, const LowLatenc
       const uint64_t* ack = &control_of(call, call.world.rank)->acks[turn.slot][peer];
       int32_t mask = mask_of(call, peer);
       uint64_t seen = Hop::seen(ack);  // last of all that is under way at once, for it acquires; mostly it is there
-      if (sent != 0 && mask == kOpen) {
+      if (sent != 0 && is_awaited(call, peer, mask)) {
         wait_since<Hop>(call, turn, peer, kWaitDone, ack, sent, &seen);  // of this call, where a block is late
         if (!is_since(seen, sent)) {
           mask = mask_of(call, peer);
@@ -422,8 +428,9 @@ __device__ inline bool has_unread(const LowLatencyCall& call, const LowLatencyTu
 // in again, what it has to have read is what was sent there before.
 __device__ inline void end_sending(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyEnd& end) {
   LowLatencyState* state = call.state;
-  if (threadIdx.x < static_cast<unsigned int>(call.world.size) && end.mask != kMasked) {
-    state->sent[turn.slot][threadIdx.x] = end.mask == kOpen ? word_of(turn, 0) : 0;
+  const int peer = threadIdx.x;
+  if (peer < call.world.size && (end.mask == kLost || is_awaited(call, peer, end.mask))) {
+    state->sent[turn.slot][peer] = end.mask == kLost ? 0 : word_of(turn, 0);
   }
   if (threadIdx.x == 0) {
     state->num_sent = 0;

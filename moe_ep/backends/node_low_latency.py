@@ -112,7 +112,7 @@ class NodeLowLatency:
         self.enable_shrink = self.is_waited_for = False
         self._last_stream: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
-        self._receiving: set[torch.cuda.Stream] = set()  # other streams than those of the calls, since the mask changed
+        self._receiving: set[torch.cuda.Stream] = set()  # the streams of second halves, since the mask changed
         self._is_in_graph = False
         self.num_calls = 0
         self._native_of = functools.cache(self._native)
@@ -286,7 +286,7 @@ class NodeLowLatency:
         if stream != pending.stream:
             stream.wait_stream(pending.stream)
             pending.keep_for(stream)
-            self._receiving.add(stream)
+        self._receiving.add(stream)
         pending.launch(self._how(stream, pending, sends=False, receives=True))
 
     def refuse(self, operation: str) -> None:
@@ -314,7 +314,7 @@ class NodeLowLatency:
         """The blocks of a call look at the mask one by one, and must all see the same, on whatever stream it runs."""
         stream = self._stream_of(False)
         if not torch.cuda.is_current_stream_capturing():
-            for receiving in self._receiving:
+            for receiving in self._receiving - {stream}:
                 stream.wait_stream(receiving)
             self._receiving.clear()
 

@@ -74,6 +74,11 @@ def test_many_tokens_give_what_torch_gives_and_cross_once_for_each_node(
     assert all(num > 0 for num in ranks.run(as_torch_does, world, *args, timeout_secs=100))
 
 
+def test_a_token_of_a_large_node_has_more_terms_than_the_ring_would_hold_for_its_slots(ranks: Pools) -> None:
+    args = ("ipc", "cuda", 16, "compact", 160, 4096, 16)  # 8 KiB a row, of which a ring holds 8; some tokens need more
+    assert ranks.run(as_torch_does, 16, *args, timeout_secs=100) == [0] * 16
+
+
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 1), (3, 1), (4, 2)])
 def test_every_other_call_gives_what_torch_gives(ranks: Pools, world: int, ranks_per_node: int) -> None:
     expected = ranks.run(low_level, world, "torch", "cpu", ranks_per_node)

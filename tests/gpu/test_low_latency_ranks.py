@@ -110,6 +110,34 @@ def test_a_mask_does_not_change_in_a_call_that_has_been_made(ranks: Pools, world
     ranks.run(_masked_behind_a_call, world)
 
 
+def _masked_by_itself(group: dist.ProcessGroup) -> None:
+    """The next call in a place waits until the hook of the last one there has run, on whatever stream."""
+    scene, side = scene_of(group), torch.cuda.Stream()
+    with open_buffer(group, enable_shrink=True) as buffer:
+        scene.round_trip(buffer)
+        buffer.low_latency_update_mask_buffer(buffer.rank, True)
+        torch.cuda.synchronize()
+        first = scene.dispatch(buffer, HOOK)
+        with torch.cuda.stream(side):
+            scene.dispatch(buffer, PLAIN)
+        torch.cuda._sleep(200_000_000)
+        first[-1]()
+        hook_is_over = torch.cuda.Event()
+        hook_is_over.record()
+        with torch.cuda.stream(side):
+            scene.dispatch(buffer, PLAIN)
+        side.synchronize()
+        assert hook_is_over.query()
+        buffer.low_latency_clean_mask_buffer()
+        scene.round_trip(buffer)
+        buffer.check()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_that_masks_itself_still_takes_turns(ranks: Pools, world: int) -> None:
+    ranks.run(_masked_by_itself, world)
+
+
 def _taken_in_again(group: dist.ProcessGroup) -> None:
     """Rank 0 masks rank 1 in a dispatch and no longer in its combine: rows that were not taken are not waited for."""
     scene = scene_of(group)

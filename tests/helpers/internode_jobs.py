@@ -33,7 +33,14 @@ def _both_ways(buffer: moe_ep.Buffer, inputs: list[Tensor], layout: str, num_exp
 
 
 def as_torch_does(
-    group: dist.ProcessGroup, hop: str, device: str, ranks_per_node: int, layout: str, num_tokens: int, hidden: int
+    group: dist.ProcessGroup,
+    hop: str,
+    device: str,
+    ranks_per_node: int,
+    layout: str,
+    num_tokens: int,
+    hidden: int,
+    num_topk: int = NUM_TOPK,
 ) -> int:
     """Tokens of another number on every rank. How many (token, other node) pairs there are: so many rows crossed."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -41,7 +48,7 @@ def as_torch_does(
     num_experts = 4 * world
     inputs = []
     for other in range(world):
-        idx = torch.rand(num_tokens - 7 * other, num_experts, generator=g).argsort(dim=1)[:, :NUM_TOPK]
+        idx = torch.rand(num_tokens - 7 * other, num_experts, generator=g).argsort(dim=1)[:, :num_topk]
         idx[torch.rand(idx.shape, generator=g) < 0.2] = -1
         x = torch.randn(idx.shape[0], hidden, generator=g).bfloat16()
         inputs.append((x, idx, torch.rand(idx.shape, generator=g)))

@@ -202,4 +202,10 @@ def test_a_mask_changes_between_calls_on_whatever_streams_they_run(monkeypatch: 
         assert on(own, mask) == []
         assert on(third, lambda: scene.dispatch(buffer, PLAIN)) == [own]
 
+        sent = []
+        on(own, lambda: sent.extend(scene.dispatch(buffer, HOOK)))
+        on(other, lambda: scene.dispatch(buffer, PLAIN))
+        on(own, sent[-1])  # on the stream of its own call, which is no longer the last one
+        assert on(other, mask) == [own]
+
     run(1, monkeypatch, work, enable_shrink=True)
