@@ -22,27 +22,7 @@ __device__ inline const uint64_t* count_word(const LowLatencyCall& call, const L
   return words_of(call, call.world.rank, turn.slot, i / num_local) + i % num_local;
 }
 
-// By a whole block, while its first warp waits for greetings: count number `threadIdx.x`, or what stands in its place
-// if it has not come after some looks. A count stands for nothing but its own value.
-__device__ inline uint64_t look_for_count(const LowLatencyCall& call, const LowLatencyTurn& turn,
-                                          const LowLatencyDispatch& in) {
-  constexpr int kLooks = 8;
-  const int i = threadIdx.x;
-  if (i >= call.world.size * in.num_local) {
-    return 0;
-  }
-  const uint64_t* word = count_word(call, turn, in.num_local, i);
-  const uint64_t expected = word_of(turn, 0);
-  uint64_t seen = load_relaxed(word);
-  if (i >= 32 && !same_call(seen, expected) && mask_of(call, i / in.num_local) == kOpen) {
-    for (int look = 1; look < kLooks && !same_call(seen, expected); ++look) {
-      seen = load_relaxed(word);
-    }
-  }
-  return seen;
-}
-
-// By a whole block: the counts of all sources, and their sums. `seen`: of `look_for_count`.
+// By a whole block: the counts of all sources, and their sums. `seen`: a first look at count number `threadIdx.x`.
 template <typename Hop>
 __device__ inline void count_rows(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in,
                                   const bool (&open)[kMaxLowLatencyRanks], const ReceiveShared& shared, uint64_t seen) {
@@ -131,7 +111,9 @@ __device__ bool receive_rows(const LowLatencyCall& call, const LowLatencyTurn& t
                              bool (&open)[kMaxLowLatencyRanks]) {
   const uint64_t began = now_ns();
   const int size = call.world.size, num_local = in.num_local;
-  const uint64_t seen = look_for_count(call, turn, in);
+  // Under way beside the greetings; a count stands for nothing but its own value.
+  const bool looks = static_cast<int>(threadIdx.x) < size * num_local;
+  const uint64_t seen = looks ? load_relaxed(count_word(call, turn, num_local, threadIdx.x)) : 0;
   if (!begin_receiving<Hop>(call, turn, block == 0, open)) {
     return false;
   }

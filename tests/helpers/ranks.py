@@ -65,7 +65,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str, on_c
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
-    groups = {world: dist.new_group(list(range(world))) for world in WORLD_SIZES if world <= size}
+    groups = {world: dist.new_group(list(range(world))) for world in sorted({*WORLD_SIZES, size}) if world <= size}
     while True:
         try:
             function, world, args = pickle.loads(pipe.recv_bytes())
@@ -125,7 +125,7 @@ class Pool:
 
 
 class Pools:
-    """The pool for a world size: one of 4 processes, and one of 8 once a test asks for more."""
+    """The pool for a world size: one of 4 processes, one of 8 once a test asks for more, or as many as it asks for."""
 
     def __init__(self, on_cuda: bool = False) -> None:
         self._pools: dict[int, Pool] = {}
@@ -137,7 +137,7 @@ class Pools:
         Raises:
             RankFailure: a rank raised or was too slow.
         """
-        size = 4 if world <= 4 else 8
+        size = 4 if world <= 4 else max(8, world)
         pool = self._pools.get(size)
         if pool is None or not pool.processes:
             pool = self._pools[size] = Pool(size, on_cuda=self._on_cuda)
