@@ -1,5 +1,5 @@
 // Device side of the low-latency calls: words, waits that may lose a peer, how a call begins and ends. Ranks meet by
-// acquire and release at system scope alone; nothing is zeroed.
+// acquire and release at system scope alone, and by words that stand for nothing but their value; nothing is zeroed.
 //
 // All is written against a hop, which is how a kernel reaches the other ranks. It has static functions only:
 //
@@ -11,7 +11,8 @@
 //   signal(word, value, peer)   by one thread: a word alone, in no order with others; `fence()` before it gives one.
 //   settle()                by one thread: until all that this rank has put is there.
 //   seen(word)              by one thread: a word of this rank's memory.
-//   arrived(word)           by the thread that has seen it: what was written before the word can be read.
+//   arrived(word)           by the thread that has seen it: what was written before the word can be read, if it was
+//                           released, or put with it.
 //
 // Memory of all ranks is laid out alike, so `to` and `word` are the addresses that the place has in this rank's memory.
 // StoreHop reaches every rank; PutHop (nvshmem/low_latency_nvshmem.cu) puts over NVSHMEM what it cannot store.
