@@ -1,31 +1,86 @@
-"""The warps of a team, as csrc/intranode/term_ring.cuh has them: coroutines that yield wherever another may run.
-
-They yield True when they wait.
-"""
+"""The ring of csrc/intranode/term_ring.cuh: terms on their way to a sum, or rows that are copied, through one team."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from dataclasses import dataclass
 
-from tests.unit.term_ring.memory import (
-    NUM_ADDERS,
-    NUM_DESCRIBED,
-    NUM_ITEMS,
-    NUM_TICKETS,
-    Barrier,
-    Begin,
-    Memory,
-    Piece,
-    WrongDataError,
-)
+from tests.unit.rings.steps import Barrier, Engine, Steps, WrongDataError, play, wait
 
-Steps = Iterator[bool]
+NUM_ADDERS, NUM_TICKETS, NUM_ITEMS, NUM_DESCRIBED = 4, 4, 8, 4  # as there
 
 
-def wait(barrier: Barrier, parity: int) -> Steps:
-    yield False  # whatever this warp has done before may end the waits of others
-    while not barrier.is_over(parity):
-        yield True
+@dataclass(frozen=True)
+class Ticket:
+    """Rows, each of so many terms; those that are copied have one."""
+
+    is_copied: bool
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of one term of a row."""
+
+    ticket: int
+    row: int
+    piece: int
+    term: int
+
+
+@dataclass(frozen=True)
+class Begin:
+    ticket: int | None
+    num_items: int
+    num_pieces: int
+    num_terms: int
+
+
+class Memory:
+    """`num_full` barriers for pieces serve `num_stages` stages."""
+
+    def __init__(self, num_stages: int, num_full: int, pieces_a_row: int, tickets: list[Ticket]) -> None:
+        self.num_stages, self.num_full = num_stages, num_full
+        self.pieces_a_row, self.tickets = pieces_a_row, tickets
+        self.full = [Barrier(1) for _ in range(num_full)]
+        self.empty = [Barrier(NUM_ADDERS) for _ in range(num_stages)]
+        self.item_full = [Barrier(1) for _ in range(NUM_ITEMS)]
+        self.item_empty = [Barrier(NUM_ADDERS + 1) for _ in range(NUM_ITEMS)]
+        self.ticket_full = [Barrier(1) for _ in range(NUM_TICKETS)]
+        self.ticket_empty = [Barrier(NUM_ADDERS + 2) for _ in range(NUM_TICKETS)]
+        self.passed = [Barrier(NUM_ADDERS + 1) for _ in range(NUM_TICKETS)]
+        self.begins: list[Begin | None] = [None] * NUM_TICKETS
+        self.items: list[tuple[int, int] | None] = [None] * NUM_ITEMS  # ticket and row
+        self.stages: list[Piece | None] = [None] * num_stages
+        self.loads: list[tuple[int, Piece, Barrier]] = []  # under way, in no order
+        self.stores: list[tuple[int, Piece]] = []  # the engine reads these stages, in their order
+        self.num_read = 0  # stores that have been read
+        self.done: dict[Piece, int] = {}  # how often a piece was added or stored
+
+    def load(self, which: int) -> None:
+        stage, piece, barrier = self.loads.pop(which)
+        self.stages[stage] = piece
+        barrier.complete(1)
+
+    def store(self) -> None:
+        stage, piece = self.stores[self.num_read]
+        self.read(stage, piece)
+        self.num_read += 1
+
+    def read(self, stage: int, piece: Piece) -> None:
+        if self.stages[stage] != piece:
+            raise WrongDataError(f"stage {stage} holds {self.stages[stage]} in place of {piece}")
+        self.done[piece] = self.done.get(piece, 0) + 1
+
+    def expected(self) -> dict[Piece, int]:
+        """Every adding warp reads all terms of a sum; the engine reads a copied row once."""
+        return {
+            Piece(number, row, piece, term): 1 if ticket.is_copied else NUM_ADDERS
+            for number, ticket in enumerate(self.tickets)
+            for row, count in enumerate(ticket.counts)
+            for piece in range(self.pieces_a_row)
+            for term in range(count)
+        }
 
 
 def look_up(m: Memory) -> Steps:
@@ -202,3 +257,34 @@ def send(m: Memory, waits_for_others: bool) -> Steps:
         if not ticket.is_copied:  # a flag is posted when the sums are written
             yield from warp.wait_passed(warp.num_tickets)
         warp.release_ticket()
+
+
+def make_tickets(g: random.Random, kinds: str, most: int) -> list[Ticket]:
+    tickets = []
+    for _ in range(g.randint(1, 14)):
+        num_rows = g.choice((0, 0, 1, 2, 3, 5, 9))
+        is_copied = kinds == "copied" or (kinds == "both" and g.random() < 0.5)
+        choices = g.choice((range(most + 1), (most,), (0,), (1,), (0, 1, most - 1, most)))
+        tickets.append(Ticket(is_copied, tuple(1 if is_copied else g.choice(choices) for _ in range(num_rows))))
+    return tickets
+
+
+def play_sums(seed: int, kinds: str = "both", too_many: int = 0, waits_for_others: bool = True) -> Memory:
+    """One order of steps.
+
+    Args:
+        seed: of sizes, tickets and order.
+        kinds: of tickets: "added", "copied" or "both".
+        too_many: terms of a row beyond what the ring holds.
+        waits_for_others: as the kernels do. False: a warp begins rows at once after those that were not for it.
+    """
+    g = random.Random(seed)
+    num_stages = g.randint(3, 8)
+    tickets = make_tickets(g, kinds, num_stages + too_many)
+    m = Memory(num_stages, num_stages + g.choice((0, 0, 1, 3)), g.randint(1, 4), tickets)
+    warps = [look_up(m), fetch(m), send(m, waits_for_others)]
+    warps += [add(m, waits_for_others) for _ in range(NUM_ADDERS)]
+    loads = Engine(lambda: bool(m.loads), lambda: m.load(g.randrange(len(m.loads))))
+    stores = Engine(lambda: m.num_read < len(m.stores), m.store)
+    play(g, warps, [loads, stores])
+    return m
