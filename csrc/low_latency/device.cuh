@@ -102,16 +102,6 @@ __device__ inline uint64_t* row_words(uint64_t* words, const LowLatencyShape& sh
   return words + shape.most_local;
 }
 
-// A word that stands for nothing but its own value, and a look at one.
-__device__ inline void store_relaxed(uint64_t* word, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-__device__ inline uint64_t load_relaxed(const uint64_t* word) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-
 // By one thread: a word in the memory of `peer`; what this thread has seen written is there before it where
 // `releases`.
 template <typename Hop>
