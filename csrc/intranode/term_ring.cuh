@@ -51,14 +51,14 @@ inline Cut cut_of(int64_t row_bytes, int max_terms, double usual_terms) {
   return cut;
 }
 
-// Uniform routing: how many of a token's slots a rank has, of those tokens that it has any of; and the number of the
-// token's other ranks.
+// Uniform routing: the share of tokens that a rank has any slot of; how many slots of such a token it has; and the
+// number of a token's other ranks.
+inline double share_of_tokens(int num_topk, int world_size) { return 1 - std::pow(1 - 1.0 / world_size, num_topk); }
 inline double usual_slots(int num_topk, int world_size) {
-  const double none = std::pow(1 - 1.0 / world_size, num_topk);
-  return num_topk / (world_size * (1 - none));
+  return num_topk / (world_size * share_of_tokens(num_topk, world_size));
 }
 inline double usual_peers(int num_topk, int world_size) {
-  return (world_size - 1) * (1 - std::pow(1 - 1.0 / world_size, num_topk));
+  return (world_size - 1) * share_of_tokens(num_topk, world_size);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -202,8 +202,8 @@ struct Team {
     return begin.ticket;
   }
 
-  // A wait for a piece knows it only by its parity. So a warp that was not there for the rows before waits
-  // until those who were have seen them come.
+  // A wait for a piece knows it only by its parity. So a warp that was not there for the rows before waits until those
+  // who were have seen them come.
   __device__ void begin_rows(bool for_me) {
     if (for_me && !had_last) {
       wait_passed(num_tickets - 1);

@@ -27,6 +27,10 @@ struct SendShared {
   int32_t bad_slot;
 };
 
+__device__ inline int num_pairs_of(const LowLatencyDispatch& in) {
+  return static_cast<int>(in.num_tokens) * in.shape.num_topk;
+}
+
 __device__ inline int64_t id_of(const LowLatencyDispatch& in, int pair) {
   return in.id_bytes == 8 ? static_cast<const int64_t*>(in.ids)[pair] : static_cast<const int32_t*>(in.ids)[pair];
 }
@@ -69,7 +73,7 @@ __device__ inline void begin_counts(const LowLatencyDispatch& in, int num_keys, 
     counts[key] = 0;
   }
   if (threadIdx.x == 0) {
-    shared.bad_slot = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+    shared.bad_slot = num_pairs_of(in);
   }
   __syncthreads();
 }
@@ -78,7 +82,7 @@ __device__ inline void begin_counts(const LowLatencyDispatch& in, int num_keys, 
 template <typename KeyAt>
 __device__ inline void count_pairs(const LowLatencyDispatch& in, int first, int step, const KeyAt& key_at,
                                    int32_t* counts, SendShared& shared) {
-  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+  const int num_pairs = num_pairs_of(in);
   for (int pair = first; pair < num_pairs; pair += step) {
     const int key = key_at(pair);
     if (key >= 0) {
@@ -115,7 +119,7 @@ __device__ inline void send_counts(const LowLatencyCall& call, const LowLatencyT
       report(call, kTooManyRows, key, counts[key], in.shape.max_tokens);
     }
   }
-  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+  const int num_pairs = num_pairs_of(in);
   HostRecord::Fault& fault = call.world.record->bad_idx;
   if (threadIdx.x == 0 && shared.bad_slot < num_pairs && load_acquire(&fault.valid) == 0) {
     const int64_t values[4] = {shared.bad_slot, id_of(in, shared.bad_slot), in.shape.num_topk, in.shape.num_experts};
@@ -132,7 +136,7 @@ template <typename Hop, typename KeyAt>
 __device__ void aim(const LowLatencyCall& call, const LowLatencyTurn& turn, const LowLatencyDispatch& in, int pair,
                     const KeyAt& key_at, SendShared& shared, RowTarget* target) {
   const int key = key_at(pair);
-  const int num_pairs = static_cast<int>(in.num_tokens) * in.shape.num_topk;
+  const int num_pairs = num_pairs_of(in);
   const int peer = key < 0 ? 0 : key / in.shape.most_local;
   const int first_key = peer * in.shape.most_local;
   int num_smaller = 0, num_before = 0;

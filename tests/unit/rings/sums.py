@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from tests.unit.rings.steps import Barrier, Engine, Steps, WrongDataError, play, wait
@@ -136,6 +137,15 @@ class Warp:
             yield from self.wait_passed(self.num_tickets - 1)
         self.had_last = for_me
 
+    def begin_ticket(self, copies: bool) -> Generator[bool, None, Ticket | None]:
+        """The next ticket, whose rows are for this warp where they are copied and it copies, or neither."""
+        yield from self.get_ticket()
+        if self.ticket is None:
+            return None
+        ticket = self.m.tickets[self.ticket]
+        yield from self.begin_rows(ticket.is_copied == copies)
+        return ticket
+
     def wait_passed(self, number: int) -> Steps:
         yield from wait(self.m.passed[number % NUM_TICKETS], number // NUM_TICKETS % 2)
 
@@ -207,12 +217,7 @@ def fetch(m: Memory) -> Steps:
 
 def add(m: Memory, waits_for_others: bool) -> Steps:
     warp = Warp(m, waits_for_others)
-    while True:
-        yield from warp.get_ticket()
-        if warp.ticket is None:
-            return
-        ticket = m.tickets[warp.ticket]
-        yield from warp.begin_rows(not ticket.is_copied)
+    while (ticket := (yield from warp.begin_ticket(copies=False))) is not None:
         for row, count in enumerate(() if ticket.is_copied else ticket.counts):
             yield from warp.next_item(row)
             for piece in range(m.pieces_a_row if count > 0 else 0):
@@ -231,12 +236,7 @@ def add(m: Memory, waits_for_others: bool) -> Steps:
 
 def send(m: Memory, waits_for_others: bool) -> Steps:
     warp = Warp(m, waits_for_others)
-    while True:
-        yield from warp.get_ticket()
-        if warp.ticket is None:
-            return
-        ticket = m.tickets[warp.ticket]
-        yield from warp.begin_rows(ticket.is_copied)
+    while (ticket := (yield from warp.begin_ticket(copies=True))) is not None:
         unread = -1
         for row in range(len(ticket.counts) if ticket.is_copied else 0):
             for piece in range(m.pieces_a_row):
